@@ -75,12 +75,14 @@ def four_passes(tile: Tile) -> Callable[[], None]:
 
 def one_pass(tile: Tile) -> Callable[[], None]:
     """As OptimizerStream steps a tile with one."""
+    from memascend.deepspeed.optimizer.beta_powers import recomputes_powers
     from memascend.deepspeed.optimizer.fused_adam import FusedAdam, find_tail_width
 
-    width = find_tail_width(tile.optimizer, tile.shape)
+    recomputes = recomputes_powers(tile.optimizer.ds_opt_adam)
+    width = find_tail_width(tile.optimizer, tile.shape, recomputes=recomputes)
     if width is None:
         raise SystemExit("DeepSpeed's operator on this machine gives other bits: nothing is fused")
-    fused = FusedAdam(tile.optimizer, width, is_needed=False)
+    fused = FusedAdam(tile.optimizer, width, recomputes=recomputes)
     numel = tile.shape.numel
     values: dict[str, Any] = {
         "step": 0,
@@ -90,7 +92,7 @@ def one_pass(tile: Tile) -> Callable[[], None]:
     tile.optimizer.state[tile.parameter] = values
     (group,) = tile.optimizer.param_groups
     states = {"exp_avg": FP32, "exp_avg_sq": FP32}
-    update = fused.of(group, values, states)
+    (update,) = fused.updates([(group, values, states)])
     assert update is not None
 
     def step() -> None:

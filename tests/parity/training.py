@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
+from memascend.deepspeed.optimizer.upstream import Upstream
 
 from . import accessors, models
 from .cases import Case, deepspeed_json
@@ -87,11 +88,7 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
                 path, _ = engine.load_checkpoint(case.load_from)
                 assert path is not None
                 # CPU offload would begin with powers of its betas that are rounded differently.
-                replay_beta_powers(
-                    engine.optimizer.optimizer,
-                    engine.optimizer.fp32_partitioned_groups_flat,
-                    note=lambda *_: None,
-                )
+                replay_beta_powers(Upstream(engine.optimizer), note=lambda *_: None)
                 facts["loaded"] = state_digests(engine)
             facts |= train(case, engine, config, first=case.resume_at or case.first_step)
             if case.compiled:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from memascend.nvme.store import MemoryFaults
+from tests.support.older_operator import make_older
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_optimizer import NAMES, Tiled
 from tests.support.tiled_training import SIZES, gradients
@@ -26,15 +28,25 @@ def make(
     faults: MemoryFaults | None = None,
     state_dtype: torch.dtype = torch.float32,
     fused: bool = True,
+    is_older: bool = False,
+    betas: tuple[float, float] = (0.9, 0.95),
     **changes: Any,
 ) -> Tiled:
-    """Every parameter is on the drive; `changes` are of DeepSpeed's object."""
+    """Every parameter is on the drive; `changes` are of DeepSpeed's object.
+
+    With `is_older` the optimizer calls the operator of DeepSpeed 0.18.9.
+    """
+
+    def make_adam(parameters: Any) -> Any:
+        optimizer = DeepSpeedCPUAdam(parameters, lr=1e-2, betas=[*betas])
+        return make_older(optimizer) if is_older else optimizer
+
     section = {"during_backward": early, "overlap": overlap, "fused": fused}
     if state_dtype == BF16:
         section["state_dtype"] = "bf16"
     streams_gradients = changes.pop("streams_gradients", True)
     return Tiled(
-        lambda p: DeepSpeedCPUAdam(p, lr=1e-2, betas=[0.9, 0.95]),
+        make_adam,
         block={"streaming": {"optimizer": section}},
         on_drive=True,
         streams_gradients=streams_gradients,
@@ -45,9 +57,16 @@ def make(
     )
 
 
-def backward(optimizer: Any, number: int, *, without: tuple[str, int] | None = None) -> None:
+def backward(
+    optimizer: Any,
+    number: int,
+    *,
+    without: tuple[str, int] | None = None,
+    names: Sequence[str] = NAMES,
+) -> None:
     """As the last micro-step gives gradients: of each member, from the last one on."""
-    for name, value in reversed(gradients(number, BF16).items()):
+    given = gradients(number, BF16)
+    for name, value in reversed([(name, given[name]) for name in names]):
         for index, member in reversed(list(enumerate(optimizer.training.members[name]))):
             if (name, index) != without:
                 give(optimizer, name, value[member.offset : member.offset + member.numel], member)
@@ -101,6 +120,25 @@ def train(optimizer: Any, numbers: range, **keywords: Any) -> None:
         backward(optimizer, number)
         all_early(optimizer)
         step(optimizer, **keywords)
+
+
+def stepped_whole(
+    optimizer: Any, given: Iterable[dict[str, torch.Tensor]], *, is_older: bool
+) -> list[torch.Tensor]:
+    """The master weights after steps on these gradients, as CPU offload makes them."""
+    whole = [torch.nn.Parameter(value.clone()) for value in optimizer.training.initial.values()]
+    base = DeepSpeedCPUAdam(whole, **optimizer.base.defaults)
+    if is_older:
+        make_older(base)
+    for gradient in given:
+        for name, parameter in zip(NAMES, whole, strict=True):
+            parameter.grad = torch.zeros_like(parameter)
+            if name in gradient:
+                end = sum(member.numel for member in optimizer.training.members[name])
+                value = gradient[name][:end].float() / optimizer.stage3.loss_scale
+                parameter.grad[:end] = value
+        base.step()
+    return [parameter.data for parameter in whole]
 
 
 def change_rate(optimizer: Any) -> None:

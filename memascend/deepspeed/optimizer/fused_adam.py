@@ -8,23 +8,36 @@ since compilers contract the scalar remainder loop differently.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from memascend.deepspeed.optimizer.beta_powers import (
+    TELLING_BETAS,
+    TRIAL_NUMBER,
+    BetaPowers,
+    Call,
+    Operator,
+    call,
+    create_trial,
+    recomputes_powers,
+)
 from memascend.deepspeed.optimizer.plain_adam import (
     fp32,
     why_not_plain_numbers,
     why_not_plain_step,
 )
+from memascend.errors import ConfigError
 from memascend.kernels.adam import (
     AdamCoefficients,
     KernelHelpers,
@@ -45,74 +58,34 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Seed of the stochastic rounding of bf16 moments: "memascend" on a telephone's keys.
 _SEED = 636272363
 
-
-class Operator(Protocol):
-    """DeepSpeed's compiled cpu_adam."""
-
-    def create_adam(self, *arguments: Any) -> int:
-        """Create the optimizer with a number."""
-
-    def adam_update(self, *arguments: Any) -> int:
-        """Step the optimizer with a number."""
-
-    def destroy_adam(self, number: int) -> int:
-        """Destroy the optimizer with a number."""
+#: Hyperparameters of a sub-group, the optimizer's state of it, and dtypes of its state tensors.
+Inputs = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, torch.dtype]]
+#: Returns the error for a step that cannot be fused, for a reason.
+Refuse = Callable[[str], ConfigError]
 
 
-@dataclass(slots=True)
-class BetaPowers:
-    """Running powers of the betas in fp32, rounded as DeepSpeed's optimizer rounds them.
-
-    The next step multiplies them by beta; a jump or new betas compute them with pow().
-    """
-
-    beta1: float
-    beta2: float
-    power1: float = 1.0
-    power2: float = 1.0
-    step: int = 0
-
-    @classmethod
-    def at_start(cls, betas: tuple[float, float]) -> BetaPowers:
-        """Return the powers of an optimizer that has just been constructed."""
-        return cls(fp32(betas[0]), fp32(betas[1]))
-
-    def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Set the powers to those of `step`: the next, the same, or any other."""
-        beta1, beta2 = fp32(betas[0]), fp32(betas[1])
-        has_new_betas = (beta1, beta2) != (self.beta1, self.beta2)
-        if not has_new_betas and step == self.step:
-            return
-        if not has_new_betas and step == self.step + 1:
-            self.power1 = fp32(self.power1 * beta1)
-            self.power2 = fp32(self.power2 * beta2)
-        else:
-            self.power1 = fp32(math.pow(beta1, step))
-            self.power2 = fp32(math.pow(beta2, step))
-        self.beta1, self.beta2, self.step = beta1, beta2, step
-
-    def coefficients(
-        self, group: Mapping[str, Any], factor: float, *, adamw: bool
-    ) -> AdamCoefficients:
-        """Return the coefficients of this step; betas are below 1."""
-        rate, decay = fp32(group["lr"]), fp32(group["weight_decay"])
-        correction1 = root_scale = 1.0
-        if group["bias_correction"]:
-            correction1 = fp32(1.0 - self.power1)
-            root_scale = fp32(1.0 / fp32(math.sqrt(fp32(1.0 - self.power2))))
-        decays = decay > 0
-        return AdamCoefficients(
-            factor=factor,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            take1=fp32(1.0 - self.beta1),
-            take2=fp32(1.0 - self.beta2),
-            root_scale=root_scale,
-            epsilon=group["eps"],
-            step_size=-rate / correction1,
-            gradient_decay=decay if decays and not adamw else None,
-            weight_decay=-rate * decay if decays and adamw else None,
-        )
+def coefficients(
+    powers: BetaPowers, group: Mapping[str, Any], factor: float, *, adamw: bool
+) -> AdamCoefficients:
+    """Return the coefficients of a step; betas are below 1."""
+    rate, decay = fp32(group["lr"]), fp32(group["weight_decay"])
+    correction1 = root_scale = 1.0
+    if group["bias_correction"]:
+        correction1 = fp32(1.0 - powers.power1)
+        root_scale = fp32(1.0 / fp32(math.sqrt(fp32(1.0 - powers.power2))))
+    decays = decay > 0
+    return AdamCoefficients(
+        factor=factor,
+        beta1=powers.beta1,
+        beta2=powers.beta2,
+        take1=fp32(1.0 - powers.beta1),
+        take2=fp32(1.0 - powers.beta2),
+        root_scale=root_scale,
+        epsilon=group["eps"],
+        step_size=-rate / correction1,
+        gradient_decay=decay if decays and not adamw else None,
+        weight_decay=-rate * decay if decays and adamw else None,
+    )
 
 
 class FusedAdam:
@@ -125,7 +98,8 @@ class FusedAdam:
         state_dtype: torch.dtype = torch.float32,
         rank: int = 0,
         *,
-        is_needed: bool,
+        recomputes: bool,
+        refuse: Refuse | None = None,
     ) -> None:
         """Take an optimizer that has not made a step yet.
 
@@ -134,14 +108,16 @@ class FusedAdam:
             tail_width: Result of `find_tail_width`.
             state_dtype: Dtype of its moments.
             rank: Rank of this process.
-            is_needed: Raise if a step cannot be fused, instead of leaving it to the optimizer.
+            recomputes: Result of `recomputes_powers`.
+            refuse: Returns the error to raise if a step cannot be fused; None: the optimizer then
+                steps by itself.
         """
         self._optimizer = optimizer
         self._tail_width = tail_width
         self._state_dtype = state_dtype
         self._rank = rank
-        self._is_needed = is_needed
-        self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
+        self._refuse = refuse
+        self._powers = BetaPowers.at_start(optimizer.defaults["betas"], recomputes=recomputes)
         self._nothing = [torch.empty(0) for _ in range(4)]
         self._helpers = KernelHelpers()  # joined when this object is freed
         #: Whether steps may be fused: until the optimizer has made one by itself, since its running
@@ -149,36 +125,39 @@ class FusedAdam:
         self.is_fused = True
 
     def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Set the running powers to a step for which the operator was called elsewhere."""
+        """Follow one call of the operator that was made elsewhere."""
         self._powers.advance(step, betas)
 
-    def of(
-        self,
-        group: Mapping[str, Any],
-        values: Mapping[str, Any],
-        states: Mapping[str, torch.dtype],
-        sub_group: int = 0,
-    ) -> FusedUpdate | None:
-        """Return the update of a sub-group's tiles; None if the optimizer must step by itself.
+    def updates(self, sub_groups: Sequence[Inputs]) -> list[FusedUpdate | None]:
+        """Return the update of each sub-group's tiles in one step.
 
         Args:
-            group: Current hyperparameters of the sub-group.
-            values: The optimizer's state of the sub-group.
-            states: Dtypes of its state tensors.
-            sub_group: Its number; selects the random bits that round moments in bf16.
+            sub_groups: All sub-groups, in DeepSpeed's order. Their tiles may be stepped in any.
+
+        Returns:
+            An update for each; None from the first on that the optimizer must step by itself.
 
         Raises:
-            ConfigError: The optimizer must step by itself, and fused steps are needed.
+            ConfigError: The optimizer must step by itself, and that is refused.
         """
-        reason = self.why_not(group, values, states)
-        if not reason:
-            return partial(self._update, dict(group), sub_group)
-        if self._is_needed:
-            raise refusal(reason, "Change that")
-        self.is_fused = False
-        return None
+        calls: list[Call] = []
+        for group, values, states in sub_groups if self.is_fused else ():
+            reason = self.why_not(group, values, states)
+            if reason and self._refuse is not None:
+                raise self._refuse(reason)
+            if reason:
+                self.is_fused = False
+                break
+            # Copied: the script may change a list of betas in place behind the step.
+            calls.append(({**group, "betas": (*group["betas"],)}, values["step"] + 1))
+        # Called when the first tile is stepped: until then an error leaves everything unchanged.
+        all_powers = functools.cache(partial(self._call_operator, calls))
+        updates: list[FusedUpdate | None] = [None] * len(sub_groups)
+        for number, (group, _) in enumerate(calls):
+            updates[number] = partial(self._update, group, number, all_powers)
+        return updates
 
-    def early(self, coming: Iterable[tuple[Mapping[str, Any], int]]) -> list[FusedUpdate]:
+    def early(self, coming: Iterable[Call]) -> list[FusedUpdate]:
         """Return the updates of a step that DeepSpeed may still skip.
 
         Neither this call nor the updates change the optimizer.
@@ -186,11 +165,12 @@ class FusedAdam:
         Args:
             coming: (hyperparameters, number of the step) for each sub-group, in order.
         """
-        powers, updates = replace(self._powers), list[FusedUpdate]()
-        for sub_group, (group, step) in enumerate(coming):
-            powers.advance(step, group["betas"])
-            updates.append(partial(self._apply, dict(group), sub_group, replace(powers)))
-        return updates
+        calls = [(dict(group), step) for group, step in coming]
+        followed = replace(self._powers).follow(calls)
+        return [
+            partial(self._apply, group, number, powers)
+            for number, ((group, _), powers) in enumerate(zip(calls, followed, strict=True))
+        ]
 
     def why_not(
         self,
@@ -205,21 +185,29 @@ class FusedAdam:
             return f"its count of steps is {values.get('step')!r}, not a whole number"
         return why_not_plain_numbers(group) or why_not_plain_step(self._optimizer)
 
+    def _call_operator(self, calls: Sequence[Call]) -> list[BetaPowers]:
+        """Call the operator once for each sub-group, as stock's step; return the powers of each.
+
+        On empty tensors: it may make a later step itself.
+        """
+        optimizer = self._optimizer
+        for group, step in calls:
+            call(optimizer.ds_opt_adam, optimizer.opt_id, step, group, self._nothing)
+        return list(self._powers.follow(calls))
+
     def _update(
         self,
         group: Mapping[str, Any],
         sub_group: int,
+        all_powers: Callable[[], Sequence[BetaPowers]],
         *,
         values: MutableMapping[str, Any],
         **tensors: Any,
     ) -> None:
         """Step, and advance the optimizer's count of steps and running powers."""
-        values["step"] += 1
-        self.advance(values["step"], group["betas"])
-        optimizer = self._optimizer
-        # On empty tensors: advances the operator's powers, since it may make a later step itself.
-        _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, values["step"], group, self._nothing)
-        self._apply(group, sub_group, self._powers, values=values, **tensors)
+        powers = all_powers()[sub_group]
+        values["step"] = powers.step
+        self._apply(group, sub_group, powers, values=values, **tensors)
 
     def _apply(
         self,
@@ -241,7 +229,7 @@ class FusedAdam:
             exp_avg=values["exp_avg"],
             exp_avg_sq=values["exp_avg_sq"],
             output=output,
-            coefficients=powers.coefficients(group, factor, adamw=adamw),
+            coefficients=coefficients(powers, group, factor, adamw=adamw),
             tail_numel=gradient.numel() % self._tail_width,
             rounding_key=make_rounding_key(_SEED, powers.step, sub_group, self._rank),
             first_index=begin,
@@ -257,36 +245,71 @@ class OwnSteps:
     def advance(self, step: int, betas: tuple[float, float]) -> None:
         """Do nothing: there are no running powers."""
 
-    def of(self, *_: Any) -> None:
+    def updates(self, sub_groups: Sequence[Inputs]) -> list[FusedUpdate | None]:
         """Return no update."""
+        return [None] * len(sub_groups)
 
 
 def fused_adam(
-    optimizer: Any, shape: TileShape, rank: int = 0, *, is_needed: bool = False
+    optimizer: Any,
+    shape: TileShape,
+    rank: int = 0,
+    *,
+    is_wanted: bool = True,
+    is_needed: bool = False,
+    largest_numel: int = 0,
 ) -> FusedAdam | OwnSteps:
     """Return the fused steps of an optimizer, or its own ones.
 
     Args:
         optimizer: Any optimizer; only a DeepSpeedCPUAdam without steps so far can be fused.
-        shape: Dtypes of its tiles.
+        shape: Shape of its tiles.
         rank: Rank of this process; selects the random bits that round moments in bf16.
+        is_wanted: Whether the block has fused steps on.
         is_needed: Whether the block asks for moments in bf16, which need fused steps. The dtype
             in `shape` cannot tell: it is bf16 too if DeepSpeed itself keeps states in bf16.
+        largest_numel: Elements of the largest sub-group.
 
     Raises:
         ConfigError: Fused steps are needed and not possible.
     """
-    reason = _why_not_fused(optimizer, shape, is_needed=is_needed)
-    if not reason:
-        tail_width = find_tail_width(optimizer, shape)
-        if tail_width is not None:
-            return FusedAdam(optimizer, tail_width, shape.state_dtype, rank, is_needed=is_needed)
-        reason = "on this machine DeepSpeed's operator gives other bits"
+    is_adam = type(optimizer) is DeepSpeedCPUAdam
+    recomputes = is_adam and recomputes_powers(optimizer.ds_opt_adam)
+    refuse: Refuse | None = None
     if is_needed:
-        raise refusal(reason, "Change that")
-    if type(optimizer) is DeepSpeedCPUAdam and dist.get_rank() == 0:
+        refuse = partial(refusal, remedy="Change that")
+    elif recomputes and largest_numel > shape.numel:
+        refuse = _refusal_of_tiles
+    reason = "streaming.optimizer.fused is false"
+    if is_wanted:
+        reason = _why_not_fused(optimizer, shape, is_needed=refuse is not None)
+    if not reason:
+        tail_width = find_tail_width(optimizer, shape, recomputes=recomputes)
+        if tail_width is not None:
+            return FusedAdam(
+                optimizer,
+                tail_width,
+                shape.state_dtype,
+                rank,
+                recomputes=recomputes,
+                refuse=refuse,
+            )
+        reason = "on this machine DeepSpeed's operator gives other bits"
+    if refuse is not None:
+        raise refuse(reason)
+    if is_adam and is_wanted and dist.get_rank() == 0:
         log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
     return OwnSteps()
+
+
+def _refusal_of_tiles(found: str) -> ConfigError:
+    """Return the error for tiles that are stepped by an operator that recomputes its powers."""
+    return ConfigError(
+        f"DeepSpeed {deepspeed.__version__}: its Adam would step tiles with other results than "
+        "those of CPU offload, since every call but the first of a step computes the powers of the "
+        f"betas anew, and a tile is a call. Only the fused step is exact there: {found}. fix: "
+        "change that, or install DeepSpeed 0.19.0 or newer"
+    )
 
 
 def _why_not_fused(optimizer: Any, shape: TileShape, *, is_needed: bool) -> str:
@@ -317,54 +340,53 @@ def _has_kernel(shape: TileShape) -> bool:
 
 #: Has whole vectors and a remainder for every width in TAIL_WIDTHS.
 _NUMEL = 5 * 64 + 15
-#: DeepSpeed numbers its optimizers from 0.
-_TRIAL_NUMBER = -1
-#: Consecutive steps, a repeated one, and a jump, as after loading a checkpoint.
-_STEPS = (1, 2, 2, 3, 1000, 1001)
+#: Consecutive steps, repeated ones, and a jump, as after loading a checkpoint.
+_STEPS = (1, 2, 2, 3, 3, 4, 1000, 1001)
 
 
-def find_tail_width(optimizer: Any, shape: TileShape) -> int | None:
+def find_tail_width(optimizer: Any, shape: TileShape, *, recomputes: bool) -> int | None:
     """Return the vector width for which fused steps equal DeepSpeed's bits; None if none does.
 
     Args:
         optimizer: A DeepSpeedCPUAdam; not stepped.
         shape: Dtypes of its tiles.
+        recomputes: Result of `recomputes_powers`. With a wrong one no width serves.
     """
     for width in TAIL_WIDTHS:
         if all(
             _are_equal(ours, theirs)
             for group in _groups_to_try(optimizer)
-            for ours, theirs in _steps_of_both(optimizer, group, shape, width)
+            for ours, theirs in _steps_of_both(
+                optimizer, group, shape, width, recomputes=recomputes
+            )
         ):
             return width
     return None
 
 
 def _groups_to_try(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the optimizer's own hyperparameters, and some that a scheduler may set."""
+    """Yield the optimizer's own hyperparameters, some that a scheduler may set, and other betas."""
     for group in optimizer.param_groups:
         own = {name: value for name, value in group.items() if name != "params"}
         yield own
         for decay, correction in product((0.0, 0.1), (True, False)):
             changed = {"lr": 1e-2, "weight_decay": decay, "bias_correction": correction}
             yield own | changed
+        yield own | {"lr": 1e-2, "betas": TELLING_BETAS, "bias_correction": True}
 
 
 def _steps_of_both(
-    optimizer: Any, group: dict[str, Any], shape: TileShape, tail_width: int
+    optimizer: Any,
+    group: dict[str, Any],
+    shape: TileShape,
+    tail_width: int,
+    *,
+    recomputes: bool,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Step the same values both ways; yield pairs of tensors that must be equal."""
     operator: Operator = optimizer.ds_opt_adam
-    operator.create_adam(
-        _TRIAL_NUMBER,
-        group["lr"],
-        *group["betas"],
-        group["eps"],
-        group["weight_decay"],
-        optimizer.adam_w_mode,
-        False,  # no line in the log
-    )
-    powers = BetaPowers.at_start(group["betas"])
+    create_trial(operator, group, adamw=optimizer.adam_w_mode)
+    powers = BetaPowers.at_start(group["betas"], recomputes=recomputes)
     generator = torch.Generator().manual_seed(_NUMEL)
     weight = _values(generator, torch.float32)
     ours = [weight, torch.zeros(_NUMEL), torch.zeros(_NUMEL)]
@@ -377,7 +399,7 @@ def _steps_of_both(
             gradient, factor = _values(generator, shape.gradient_dtype), 1 / (3 * step)
             wide = gradient.float() if gradient.dtype in _DTYPES_16_BIT else gradient.clone()
             tensors = [theirs[0], wide.mul_(factor), *theirs[1:]]
-            _step_stock(operator, _TRIAL_NUMBER, step, group, tensors)
+            call(operator, TRIAL_NUMBER, step, group, tensors)
             powers.advance(step, group["betas"])
             update(
                 gradient=gradient,
@@ -385,34 +407,14 @@ def _steps_of_both(
                 exp_avg=ours[1],
                 exp_avg_sq=ours[2],
                 output=output,
-                coefficients=powers.coefficients(group, factor, adamw=optimizer.adam_w_mode),
+                coefficients=coefficients(powers, group, factor, adamw=optimizer.adam_w_mode),
                 tail_numel=_NUMEL % tail_width,
             )
             yield from zip(ours, theirs, strict=True)
             if output is not None:
                 yield output, theirs[0].to(output.dtype)
     finally:
-        operator.destroy_adam(_TRIAL_NUMBER)
-
-
-def _step_stock(
-    operator: Operator,
-    number: int,
-    step: int,
-    group: Mapping[str, Any],
-    tensors: list[torch.Tensor],
-) -> None:
-    """Call DeepSpeed's operator as DeepSpeedCPUAdam.step does."""
-    operator.adam_update(
-        number,
-        step,
-        group["lr"],
-        *group["betas"],
-        group["eps"],
-        group["weight_decay"],
-        group["bias_correction"],
-        *tensors,
-    )
+        operator.destroy_adam(TRIAL_NUMBER)
 
 
 def _values(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:

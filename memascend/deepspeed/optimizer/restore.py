@@ -8,9 +8,10 @@ of one can be loaded by the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def restore(
             steps.load_tensor(counted(tensor, advance))
             tensor.reader.close()
     if state_dict:
-        replay_beta_powers(upstream.base, upstream.masters, steps.note_replayed)
+        replay_beta_powers(upstream, steps.note_replayed)
 
 
 def _as_kept(
@@ -156,34 +157,33 @@ def _as_kept(
 
 
 def replay_beta_powers(
-    optimizer: Any,
-    parameters: Sequence[torch.Tensor],
-    note: Callable[[int, tuple[float, float]], None],
+    upstream: Upstream, note: Callable[[int, tuple[float, float]], None]
 ) -> None:
-    """Set the running beta powers of DeepSpeed's Adam to those of the saved run.
+    """Set the running beta powers of DeepSpeed's Adam to those of a run that was not interrupted.
 
     They are not in the checkpoint. The operator multiplies them by beta in fp32 at every step; if
     it begins at a later step it takes pow(), which is rounded differently, and the weights would
-    differ. So the steps are replayed on one unused element, at a few microseconds each.
+    differ. So all steps are replayed on one unused element, at a few microseconds each.
 
     Args:
-        optimizer: The base optimizer; does nothing unless it is a DeepSpeedCPUAdam.
-        parameters: The parameters that have states.
-        note: Called with each replayed step and its betas.
+        upstream: The optimizer; does nothing unless its base is a DeepSpeedCPUAdam.
+        note: Called with the step and the betas of each replayed call of the operator.
     """
-    if type(optimizer) is not DeepSpeedCPUAdam:
+    base = upstream.base
+    if type(base) is not DeepSpeedCPUAdam:
         return
-    steps = {int(optimizer.state[p].get("step", 0)) for p in parameters if p in optimizer.state}
+    masters = enumerate(upstream.masters)
+    stepped = {number: base.state[one] for number, one in masters if one in base.state}
+    steps = {int(state.get("step", 0)) for state in stepped.values()}
     if len(steps) != 1:
         return
-    betas: list[tuple[float, float]] = []
-    for group in optimizer.param_groups:
-        if not betas or betas[-1] != group["betas"]:
-            betas.append(group["betas"])
+    betas = [tuple(upstream.hyperparameters(number)["betas"]) for number in stepped]
+    # A third call with the same betas and step changes nothing; in some releases a second one does.
+    calls = [pair for pair, run in groupby(betas) for _ in islice(run, 2)]
     scratch = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps.pop() + 1):
-        for beta1, beta2 in betas:
-            optimizer.ds_opt_adam.adam_update(
-                optimizer.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *scratch
+        for beta1, beta2 in calls:
+            base.ds_opt_adam.adam_update(
+                base.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *scratch
             )
             note(step, (beta1, beta2))

@@ -36,7 +36,7 @@ from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
-from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, points_of
+from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
 from memascend.deepspeed.plan.optimizers import (
     initial_state,
     is_elementwise,
@@ -114,9 +114,14 @@ class TiledSteps:
                 format_nbytes(tiles.nbytes),
             )
         rank = dist.get_rank() if self.keeps_bf16_states else 0
-        if runtime.config.streaming.optimizer.fused:
-            needed = self.keeps_bf16_states
-            self._fused = fused_adam(upstream.base, tiles.shape, rank, is_needed=needed)
+        self._fused = fused_adam(
+            upstream.base,
+            tiles.shape,
+            rank,
+            is_wanted=runtime.config.streaming.optimizer.fused,
+            is_needed=self.keeps_bf16_states,
+            largest_numel=max(upstream.numels),
+        )
         if self.keeps_bf16_states and rank == 0:
             log.warning("memascend: %s", INEXACT)
         self._ahead = self._work_ahead()
@@ -281,15 +286,14 @@ class TiledSteps:
         # The walk reads ahead across sub-groups, so all states must exist before it.
         for number in numbers:
             self._make_state(number)
-        step.updates = [self._fused_update(number) for number in numbers]
+        step.updates = self._fused_updates()
         step.in_background = self._may_go_behind(step)
         if None in step.updates:
             early, reason = {}, reason or "the optimizer has to make this step by itself"
         check_gradients(self._upstream, self.runtime, early, reason)
         self._ahead.explain(reason)
         self.early_tile_count += sum(map(len, early.values()))
-        is_free = step.in_background and may_reorder(self._upstream)
-        order = forward_order(self._upstream) if is_free else numbers
+        order = forward_order(self._upstream) if step.in_background else numbers
         names = self._upstream.names
         step.decide([names[number] for number in order], early)
         self._stream.start(step)
@@ -308,14 +312,15 @@ class TiledSteps:
             self._groups.add_state(master.ds_id, name, dtype, fill)
         base.state[master] = scalars | {name: torch.empty(0, dtype=dtype) for name in fills}
 
-    def _fused_update(self, number: int) -> FusedUpdate | None:
-        """Return the fused update of a sub-group; None: the optimizer must step by itself."""
-        if not self._fused.is_fused:
-            return None
-        master = self._upstream.masters[number]
-        group = self._upstream.hyperparameters(number)
-        states = self._groups.group(master.ds_id).states
-        return self._fused.of(group, self._upstream.base.state[master], states, number)
+    def _fused_updates(self) -> list[FusedUpdate | None]:
+        """Return the fused update of each sub-group; None: the optimizer must step by itself."""
+        upstream, groups = self._upstream, self._groups
+        states = upstream.base.state
+        inputs = [
+            (upstream.hyperparameters(number), states.get(one, {}), groups.group(one.ds_id).states)
+            for number, one in enumerate(upstream.masters)
+        ]
+        return self._fused.updates(inputs)
 
     def _may_go_behind(self, step: Step) -> bool:
         """Return whether a step may run in the background on this rank.
@@ -481,7 +486,7 @@ class TiledSteps:
             self._upstream.base.state[master][tensor.state] = empty
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
-        """Replay a step on the fused step's running powers too."""
+        """Replay a call of the operator on the fused step's running powers too."""
         self._fused.advance(step, betas)
 
     def refresh(self, original: Original) -> None:

@@ -27,19 +27,6 @@ def forward_order(upstream: Upstream) -> list[int]:
     return sorted(ascending, key=lambda number: (number not in small, groups[number][0].ds_id))
 
 
-def may_reorder(upstream: Upstream) -> bool:
-    """Return whether sub-groups may be stepped in any order.
-
-    DeepSpeedCPUAdam has one running power of each beta for all sub-groups. If their betas or counts
-    of steps differ, its rounding depends on the order.
-    """
-    taken = {
-        (*upstream.hyperparameters(number)["betas"], int(upstream.base.state[master]["step"]))
-        for number, master in enumerate(upstream.masters)
-    }
-    return len(taken) == 1
-
-
 def points_of(upstream: Upstream, order: Sequence[str]) -> dict[str, WalkPoint]:
     """Return the point in the walk at which each parameter and each sub-group is written.
 

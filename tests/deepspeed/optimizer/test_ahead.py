@@ -8,9 +8,11 @@ import logging
 import threading
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from packaging.version import Version
 
 from memascend.deepspeed.optimizer.ahead import AfterBackward
 from memascend.errors import GradientGoneError, StoreFullError
@@ -26,11 +28,12 @@ from tests.support.early_optimizer import (
     change_rate,
     make,
     step,
+    stepped_whole,
     train,
     values,
 )
 from tests.support.tiled_optimizer import NAMES
-from tests.support.tiled_training import moved_gradients
+from tests.support.tiled_training import gradients, moved_gradients
 
 pytestmark = pytest.mark.deepspeed
 
@@ -65,6 +68,27 @@ def test_two_steps_are_watched_and_all_others_are_early(state_dtype: torch.dtype
     assert early.steps.early_tile_count == 3 * TILES
     assert late.steps.early_tile_count == 0
     assert_equal(early, late)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_sub_groups_have_the_powers_of_their_own_calls_in_older_releases(is_early: bool) -> None:
+    """Also behind the caller in another order, without a gradient, and after a step left out."""
+    optimizer = make(early=is_early, is_older=True, betas=(0.9, 0.999))
+    backward(optimizer, 0, names=[NAMES[0], NAMES[2]])
+    step(optimizer)
+    train(optimizer, range(1, 5))
+    train(optimizer, range(5, 6), is_left_out=True)
+    train(optimizer, range(6, 16))
+    optimizer.steps.finish()
+    assert optimizer.steps.current.order != NAMES
+    assert (optimizer.steps.early_tile_count > 0) == is_early
+    given = [gradients(number, BF16) for number in range(16) if number != 5]
+    del given[0][NAMES[1]]
+    masters = [optimizer.training.master(name) for name in NAMES]
+    older, newer = (stepped_whole(optimizer, given, is_older=older) for older in (True, False))
+    assert all(map(torch.equal, masters, older))
+    if Version(deepspeed.__version__) >= Version("0.19.0"):  # else both are the older ones
+        assert not any(map(torch.equal, masters, newer))
 
 
 def test_an_early_step_moves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

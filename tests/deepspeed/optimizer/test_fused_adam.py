@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("deepspeed")
 
+import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from memascend import _core
 from memascend.deepspeed.optimizer import fused_adam as module
-from memascend.deepspeed.optimizer.fused_adam import BetaPowers, FusedAdam, fp32, fused_adam
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers, call, recomputes_powers
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam, coefficients, fused_adam
+from memascend.errors import ConfigError
 from memascend.kernels.adam import update
 from memascend.streaming.optimizer.tile_memory import TileShape
+from tests.support.older_operator import make_older
 from tests.support.tiled_training import tile_shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,6 +53,11 @@ def operator() -> Any:
     return adam().ds_opt_adam
 
 
+@functools.cache
+def recomputes() -> bool:
+    return recomputes_powers(operator())
+
+
 def adam(**options: Any) -> DeepSpeedCPUAdam:
     return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], **options)
 
@@ -70,7 +81,7 @@ def assert_equal(left: torch.Tensor, right: torch.Tensor, *what: object) -> None
 
 @pytest.fixture(scope="module")
 def tail_width() -> int:
-    found = module.find_tail_width(adam(), shape())
+    found = module.find_tail_width(adam(), shape(), recomputes=recomputes())
     assert found is not None, "DeepSpeed's operator on this machine gives other bits"
     return found
 
@@ -85,7 +96,7 @@ class Both:
         numel = weight.numel()
         self.stock = [weight.clone(), torch.zeros(numel), torch.zeros(numel)]
         self.ours = [unaligned(tensor, 1 + index) for index, tensor in enumerate(self.stock)]
-        self.powers = BetaPowers.at_start(group["betas"])
+        self.powers = BetaPowers.at_start(group["betas"], recomputes=recomputes())
         rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         operator().create_adam(self.NUMBER, *rates, adamw, False)
 
@@ -94,7 +105,7 @@ class Both:
     ) -> None:
         wide = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
         tensors = [self.stock[0], wide.mul_(factor), *self.stock[1:]]
-        module._step_stock(operator(), self.NUMBER, number, self.group, tensors)
+        call(operator(), self.NUMBER, number, self.group, tensors)
         self.powers.advance(number, self.group["betas"])
         output = torch.empty(gradient.numel() + 1, dtype=BF16).narrow(0, 1, gradient.numel())
         update(
@@ -103,7 +114,7 @@ class Both:
             exp_avg=self.ours[1],
             exp_avg_sq=self.ours[2],
             output=output,
-            coefficients=self.powers.coefficients(self.group, float(factor), adamw=self.adamw),
+            coefficients=coefficients(self.powers, self.group, float(factor), adamw=self.adamw),
             tail_numel=gradient.numel() % width,
             **options,
         )
@@ -144,7 +155,7 @@ def test_any_bits_step_as_deepspeeds_operator_does(
     numel = 3 * 32_768 + 77  # several blocks
     both = Both(random_bits(numel, torch.float32, 1), group_of(), adamw=adamw)
     # One after the other, the same again, and after a jump.
-    for number in (1, 2, 2, 3, 500, 501):
+    for number in (1, 2, 3, 3, 500, 501):
         gradient = random_bits(numel, dtype, number)
         both.step(number, gradient, 2.0**-number, tail_width, isa=isa, threads=1 + number % 3)
 
@@ -184,15 +195,123 @@ def test_powers_follow_betas_that_change(tail_width: int) -> None:
         both.step(number, torch.randn(100), 1.0, tail_width)
 
 
-def test_powers_are_multiplied_up_and_computed_anew_after_a_jump() -> None:
-    powers, jumped = BetaPowers.at_start((0.9, 0.999)), BetaPowers.at_start((0.9, 0.999))
-    for step in range(1, 101):
-        powers.advance(step, (0.9, 0.999))
-        powers.advance(step, (0.9, 0.999))  # the next sub-group
-    jumped.advance(100, (0.9, 0.999))
-    assert jumped.power1 == fp32(fp32(0.9) ** 100)
-    assert powers.power2 == pytest.approx(jumped.power2, rel=1e-5)
-    assert powers.power2 != jumped.power2
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_check_notices_the_wrong_rule_of_powers(is_older: bool, tail_width: int) -> None:
+    """Whatever the optimizer's own betas are: in few steps those of 0.9 and 0.95 show nothing."""
+    optimizer = adam(betas=(0.9, 0.95))
+    if is_older:
+        make_older(optimizer)
+    rule = is_older or recomputes()
+    assert module.find_tail_width(optimizer, shape(), recomputes=rule) == tail_width
+    assert module.find_tail_width(optimizer, shape(), recomputes=not rule) is None
+
+
+class Noted:
+    """An operator that notes the step and the betas of each call, and steps nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, float, float]] = []
+
+    def adam_update(
+        self, _: int, step: int, __: float, beta1: float, beta2: float, *___: Any
+    ) -> int:
+        self.calls.append((step, beta1, beta2))
+        return 0
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@given(order=st.permutations([number for number in range(3) for _ in range(3)]), data=st.data())
+def test_the_operator_is_called_once_for_each_sub_group_whatever_the_order_of_tiles(
+    order: list[int], is_older: bool, data: st.DataObject
+) -> None:
+    """Groups may differ in betas and in counts of steps; every tile has its sub-group's powers."""
+    betas = data.draw(
+        st.lists(st.sampled_from([(0.9, 0.999), (0.8, 0.99)]), min_size=3, max_size=3)
+    )
+    counts = data.draw(st.sampled_from([[0, 0, 0], [4, 4, 4], [2, 4, 3]]))
+    operator, taken = Noted(), list[tuple[int, BetaPowers]]()
+    stand_in: Any = SimpleNamespace(defaults={"betas": betas[0]}, opt_id=7, ds_opt_adam=operator)
+    fused = FusedAdam(stand_in, 8, recomputes=is_older)
+    fused.why_not = lambda *_: ""  # type: ignore[method-assign]
+    fused._apply = (  # type: ignore[method-assign]
+        lambda group, number, powers, **_: taken.append((number, powers))
+    )
+    expected = BetaPowers.at_start(betas[0], recomputes=is_older)
+    groups = [group_of() | {"betas": pair} for pair in betas]
+    for step in range(1, 13):
+        calls = [(group, count + step) for group, count in zip(groups, counts, strict=True)]
+        of_stock = list(expected.follow(calls))
+        for update_tile in fused.early(calls):
+            update_tile()
+        assert [powers for _, powers in taken] == of_stock
+        assert len(operator.calls) == 3 * (step - 1)
+        updates = fused.updates([(g, {"step": number - 1}, STATES) for g, number in calls])
+        for number in order:
+            update_tile = updates[number]
+            assert update_tile is not None
+            update_tile(values={})
+        assert all(powers == of_stock[number] for number, powers in taken)
+        taken.clear()
+        assert operator.calls[-3:] == [(number, *group["betas"]) for group, number in calls]
+
+
+def test_betas_that_change_in_place_behind_a_step_are_those_of_the_next() -> None:
+    operator, group = Noted(), group_of() | {"betas": [0.9, 0.999]}
+    stand_in: Any = SimpleNamespace(
+        defaults={"betas": (0.9, 0.999)}, opt_id=7, ds_opt_adam=operator, adam_w_mode=True
+    )
+    fused = FusedAdam(stand_in, 8, recomputes=False)
+    fused.why_not = lambda *_: ""  # type: ignore[method-assign]
+    fused._apply = lambda *_, **__: None  # type: ignore[method-assign]
+    (update_tile,) = fused.updates([(group, {"step": 0}, STATES)])
+    assert update_tile is not None
+    group["betas"][0] = 0.5
+    update_tile(values={})
+    assert operator.calls == [(1, 0.9, 0.999)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "changed", "options"),
+    [
+        ("fused is false", {}, {"is_wanted": False}),
+        ("no kernel", {"master_dtype": BF16}, {}),
+        ("hyperparameters", {}, {}),
+        ("hooks", {}, {}),
+        ("other bits", {}, {}),
+    ],
+)
+def test_tiles_that_an_older_operator_would_step_itself_are_refused(
+    reason: str,
+    changed: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make_older(adam())
+    if reason == "hyperparameters":
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    if reason == "hooks":
+        optimizer.register_step_pre_hook(lambda *_: None)
+    if reason == "other bits":
+        monkeypatch.setattr(module, "find_tail_width", lambda *_, **__: None)
+    tiles = tile_shape(**changed)
+    with pytest.raises(
+        ConfigError, match=rf"DeepSpeed {deepspeed.__version__}.*{reason}.*0\.19\.0"
+    ):
+        fused_adam(optimizer, tiles, largest_numel=tiles.numel + 1, **options)
+    fused_adam(optimizer, tiles, largest_numel=tiles.numel, **options)  # one call each, as stock's
+    if not recomputes():
+        fused_adam(adam(), tiles, largest_numel=tiles.numel + 1, **options)
+
+
+def test_an_older_operator_is_not_left_to_itself_in_a_later_step() -> None:
+    optimizer = make_older(adam())
+    fused = fused_adam(optimizer, shape(), largest_numel=shape().numel + 1)
+    assert isinstance(fused, FusedAdam)
+    assert served(optimizer, fused)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="hooks"):
+        served(optimizer, fused)
+    assert fused.is_fused
 
 
 # -- when it is taken ----------------------------------------------------------------------------
@@ -211,7 +330,7 @@ def fused_of(optimizer: Any) -> FusedAdam:
 
 def served(optimizer: Any, fused: FusedAdam, **values: Any) -> bool:
     group = optimizer.param_groups[0]
-    return fused.of(group, {"step": 1} | values, STATES) is not None
+    return fused.updates([(group, {"step": 1} | values, STATES)]) != [None]
 
 
 def test_deepspeeds_cpu_adam_is_fused_and_others_are_not(optimizer: DeepSpeedCPUAdam) -> None:
@@ -282,22 +401,23 @@ def test_steps_that_somebody_watches_are_left_to_the_optimizer(
     optimizer: DeepSpeedCPUAdam,
 ) -> None:
     fused = fused_of(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    assert served(optimizer, fused)
     handle = optimizer.register_step_pre_hook(lambda *_: None)
     assert not served(optimizer, fused)
     handle.remove()
-    assert served(optimizer, fused)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    assert served(optimizer, fused)
+    assert not served(optimizer, fused)  # its own step has moved powers that are not followed
+    fused = fused_of(optimizer)
     optimizer.step = lambda: None
     assert not served(optimizer, fused)
 
 
 def test_states_of_other_kinds_are_left_to_the_optimizer(optimizer: DeepSpeedCPUAdam) -> None:
-    fused = fused_of(optimizer)
-    assert not served(optimizer, fused, step=torch.tensor(1.0))
+    assert not served(optimizer, fused_of(optimizer), step=torch.tensor(1.0))
     group = optimizer.param_groups[0]
     for states in ({}, {"exp_avg": BF16, "exp_avg_sq": BF16}):
-        assert fused.of(group, {"step": 1}, states) is None
+        fused = fused_of(optimizer)
+        assert fused.updates([(group, {"step": 1}, states)]) == [None]
 
 
 def test_tiles_that_no_kernel_reads_are_left_to_the_optimizer(optimizer: DeepSpeedCPUAdam) -> None:
@@ -326,10 +446,12 @@ def test_the_optimizer_may_take_over_after_any_step(optimizer: DeepSpeedCPUAdam)
         parameters[1].grad = gradient
         expected.step()
         if step < 30:
-            note = fused.of(group, values, STATES)
-            assert note is not None
+            (update_tile,) = fused.updates([(group, values, STATES)])
+            assert update_tile is not None
             weight = parameters[0].data
-            note(begin=0, gradient=gradient, factor=1.0, weight=weight, values=values, output=None)
+            update_tile(
+                begin=0, gradient=gradient, factor=1.0, weight=weight, values=values, output=None
+            )
         else:
             optimizer.state[parameters[0]] = values
             parameters[0].grad = gradient

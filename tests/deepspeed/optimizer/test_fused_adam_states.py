@@ -59,7 +59,8 @@ def stepped(
     weight = torch.randn(NUMEL, generator=generator)
     for begin, end in zip((0, *cuts), (*cuts, NUMEL), strict=True):
         values = {"step": step - 1} | {n: value[begin:end] for n, value in moments.items()}
-        update = fused.of(group, values, STATES, sub_group)
+        inputs = (group, values, STATES)
+        update = fused.updates([inputs] * (sub_group + 1))[sub_group]
         assert update is not None
         update(
             begin=begin,
@@ -127,7 +128,7 @@ def test_a_step_that_somebody_watches_is_refused_at_the_start(optimizer: DeepSpe
 def test_a_machine_whose_operator_gives_other_bits_is_refused(
     optimizer: DeepSpeedCPUAdam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "find_tail_width", lambda *_: None)
+    monkeypatch.setattr(module, "find_tail_width", lambda *_, **__: None)
     with pytest.raises(ConfigError) as caught:
         fused_adam(optimizer, shape(), is_needed=True)
     assert "other bits" in message_of(caught)
@@ -141,17 +142,17 @@ def test_tiles_that_no_kernel_reads_are_refused(optimizer: DeepSpeedCPUAdam) -> 
 def test_what_shows_later_is_refused_at_the_step(optimizer: DeepSpeedCPUAdam) -> None:
     fused = fused_of(optimizer)
     group = optimizer.param_groups[0]
-    assert fused.of(group, {"step": 1}, STATES) is not None
+    assert fused.updates([(group, {"step": 1}, STATES)]) != [None]
     handle = optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError) as caught:
-        fused.of(group, {"step": 1}, STATES)
+        fused.updates([(group, {"step": 1}, STATES)])
     assert "hooks" in message_of(caught)
     handle.remove()
     with pytest.raises(ConfigError) as caught:
-        fused.of(group | {"lr": torch.tensor(1.0)}, {"step": 1}, STATES)
+        fused.updates([(group | {"lr": torch.tensor(1.0)}, {"step": 1}, STATES)])
     assert "hyperparameters" in message_of(caught)
     with pytest.raises(ConfigError) as caught:
-        fused.of(group, {"step": 1}, dict.fromkeys(MOMENTS, torch.float32))
+        fused.updates([(group, {"step": 1}, dict.fromkeys(MOMENTS, torch.float32))])
     assert "torch.float32" in message_of(caught)
 
 
@@ -162,6 +163,6 @@ def test_moments_in_bf16_that_the_block_did_not_ask_for_are_left_to_the_optimize
     fused = fused_adam(optimizer, shape())
     assert fused.is_fused
     group = optimizer.param_groups[0]
-    assert fused.of(group, {"step": 1}, STATES) is not None
+    assert fused.updates([(group, {"step": 1}, STATES)]) != [None]
     optimizer.register_step_pre_hook(lambda *_: None)
-    assert fused.of(group, {"step": 1}, STATES) is None
+    assert fused.updates([(group, {"step": 1}, STATES)]) == [None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ pytest.importorskip("deepspeed")
 from memascend.checkpoint.source import LoadedTensor
 from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer import restore as restoring
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers
 from memascend.deepspeed.optimizer.restore import replay_beta_powers, restore, stored_tensors
+from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import StoreError, TornStepError
 
 FP32 = torch.float32
@@ -154,7 +157,10 @@ def test_an_optimizer_that_cannot_begin_is_not_touched() -> None:
 
 
 class Adam:
-    """Stands for DeepSpeedCPUAdam: notes steps, and that nobody's weights are in them."""
+    """Stands for DeepSpeedCPUAdam: notes steps, and that nobody's weights are in them.
+
+    A sub-group has each of the parameters, and betas of its own.
+    """
 
     opt_id = 7
 
@@ -164,6 +170,12 @@ class Adam:
         self.state = {one: {"step": step} for one, step in pairs if step is not None}
         self.param_groups = [{"betas": pair} for pair in betas]
         self.seen: list[tuple[int, float, float]] = []
+        stage3 = SimpleNamespace(
+            optimizer=self,
+            fp32_partitioned_groups_flat=self.parameters,
+            sub_group_to_group_id=range(len(steps)),
+        )
+        self.upstream = Upstream(stage3)
         self.ds_opt_adam = SimpleNamespace(adam_update=self._update)
 
     def _update(
@@ -176,27 +188,43 @@ class Adam:
 def replayed(monkeypatch: pytest.MonkeyPatch, optimizer: Adam, kind: type) -> list[Any]:
     monkeypatch.setattr(restoring, "DeepSpeedCPUAdam", kind)
     noted: list[Any] = []
-    replay_beta_powers(
-        optimizer, optimizer.parameters, lambda step, betas: noted.append((step, *betas))
-    )
+    replay_beta_powers(optimizer.upstream, lambda step, betas: noted.append((step, *betas)))
     assert noted == optimizer.seen
     return optimizer.seen
 
 
-def test_steps_are_replayed_with_the_betas_of_each_run_of_groups(
+def test_steps_are_replayed_twice_for_each_run_of_sub_groups_with_the_same_betas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = (0.9, 0.999), (0.8, 0.99)
-    optimizer = Adam([3, 3, None], [one, one, other, one])
-    expected = [(step, *betas) for step in (1, 2, 3) for betas in (one, other, one)]
+    optimizer = Adam([3] * 5 + [None], [one, one, one, other, one, one])
+    expected = [(step, *betas) for step in (1, 2, 3) for betas in (one, one, other, one)]
     assert replayed(monkeypatch, optimizer, Adam) == expected
+    assert replayed(monkeypatch, Adam([2], [one]), Adam) == [(1, *one), (2, *one)]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_replay_ends_with_the_powers_of_a_run_that_was_not_interrupted(
+    monkeypatch: pytest.MonkeyPatch, count: int, recomputes: bool
+) -> None:
+    for last in (3, 12):
+        for betas in ([(0.9, 0.999)] * count, [(0.9, 0.999), *[(0.9, 0.95)] * (count - 1)]):
+            whole = BetaPowers.at_start((0.9, 0.999), recomputes=recomputes)
+            loaded = replace(whole)
+            for step in range(1, last + 1):
+                for pair in betas:
+                    whole.advance(step, pair)
+            for step, *pair in replayed(monkeypatch, Adam([last] * count, betas), Adam):
+                loaded.advance(step, (pair[0], pair[1]))
+            assert loaded == whole
 
 
 @pytest.mark.parametrize("steps", [[3, 4], [None], [0]])
 def test_without_one_count_of_steps_nothing_is_replayed(
     monkeypatch: pytest.MonkeyPatch, steps: list[int | None]
 ) -> None:
-    assert replayed(monkeypatch, Adam(steps, [(0.9, 0.999)]), Adam) == []
+    assert replayed(monkeypatch, Adam(steps, [(0.9, 0.999)] * 2), Adam) == []
 
 
 def test_another_optimizer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

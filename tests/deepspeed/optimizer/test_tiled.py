@@ -373,7 +373,7 @@ def test_what_is_replayed_after_a_load_is_replayed_for_the_fused_step_too() -> N
         optimizer.walk(gradients(0, BF16))
         for parameter in optimizer.masters:
             optimizer.base.state[parameter]["step"] = 100
-        replay_beta_powers(optimizer.base, optimizer.masters, optimizer.steps.note_replayed)
+        replay_beta_powers(optimizer.upstream, optimizer.steps.note_replayed)
         optimizer.walk(gradients(1, BF16))
     for name in NAMES:
         ours, theirs = (optimizer.training.master(name) for optimizer in both)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, points_of
+from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
 from tests.support.tiled_optimizer import NAMES, Swapper
 
 
@@ -26,25 +26,6 @@ def test_other_groups_are_walked_in_the_order_of_their_parameters() -> None:
 def test_what_is_about_as_large_as_all_others_keeps_its_place() -> None:
     groups = [group(9 + 2 * (number % 2), number) for number in range(100)]
     assert forward_order(Upstream(SimpleNamespace(fp16_groups=groups))) == [*range(100)]
-
-
-@pytest.mark.parametrize(
-    ("betas", "step", "is_free"),
-    [((0.9, 0.999), 3, True), ((0.8, 0.999), 3, False), ((0.9, 0.999), 4, False)],
-)
-def test_one_running_power_for_all_makes_the_order_free(
-    betas: tuple[float, float], step: int, is_free: bool
-) -> None:
-    base = SimpleNamespace(
-        param_groups=[{"betas": (0.9, 0.999)}, {"betas": betas}],
-        state={"one": {"step": 3}, "other": {"step": step}},
-    )
-    stage3 = SimpleNamespace(
-        optimizer=base,
-        sub_group_to_group_id={0: 0, 1: 1},
-        fp32_partitioned_groups_flat=["one", "other"],
-    )
-    assert may_reorder(Upstream(stage3)) == is_free
 
 
 def test_a_place_is_the_end_of_a_value_in_the_walk() -> None:
