@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import utils
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 # -- the optimizer object ------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ def arriving_dtype(stage3: Any, param: Any) -> torch.dtype:
     It is the dtype of the reduction. Before 0.19.2 the model's: gradients were rounded to it after
     the reduction, not widened to the dtype that they are added up in.
     """
-    scatter = type(stage3)._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+    scatter = DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
     widens = _reads(scatter, "gradient_accumulation_dtype")
     return stage3.get_param_comm_dtype(param) if widens else stage3.dtype
 
@@ -106,7 +107,14 @@ def clear_bucket(bucket: Any) -> None:
         bucket.elements = 0
 
 
-# -- the rest ------------------------------------------------------------------------------------
+# -- parameters, norms, engines --------------------------------------------------------------------
+
+
+def rank_of_part(param: Any) -> int:
+    """Return the number of this rank's part of a parameter: an attribute since 0.19.3."""
+    if hasattr(param, "ds_zero_partition_rank"):
+        return param.ds_zero_partition_rank
+    return dist.get_rank(group=param.ds_process_group)
 
 
 def norm_dtype() -> torch.dtype:

@@ -17,6 +17,7 @@ from memascend.deepspeed import older_releases
 
 PARAM = SimpleNamespace(ds_id=7)
 NONE: dict[str, Any] = {}
+SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
 def test_the_part_of_a_parameter_is_of_its_own_group_or_of_the_only_one(
@@ -26,6 +27,12 @@ def test_the_part_of_a_parameter_is_of_its_own_group_or_of_the_only_one(
     assert older_releases.partition_rank(newest, PARAM) == 7
     monkeypatch.setattr(older_releases.dist, "get_rank", lambda group: {"all": 3}[group])
     assert older_releases.partition_rank(SimpleNamespace(dp_process_group="all"), PARAM) == 3
+
+
+def test_a_parameter_knows_its_part_or_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert older_releases.rank_of_part(SimpleNamespace(ds_zero_partition_rank=2)) == 2
+    monkeypatch.setattr(older_releases.dist, "get_rank", lambda group: {"own": 1}[group])
+    assert older_releases.rank_of_part(SimpleNamespace(ds_process_group="own")) == 1
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -44,30 +51,32 @@ def test_parameters_with_gradients_are_noted_where_they_are_asked_for() -> None:
     assert vars(older) == NONE
 
 
-def optimizer_class(scatter: Callable[..., Any]) -> Any:
-    """Return a class with this private method, under a decorator as DeepSpeed's is."""
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function as DeepSpeed does for profilers, which hides its code."""
 
-    def decorated(*arguments: Any) -> Any:
-        return scatter(*arguments)
+    def wrapped(*arguments: Any) -> Any:
+        return function(*arguments)
 
-    name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-    given = {"dtype": torch.bfloat16, "get_param_comm_dtype": lambda self, param: torch.float16}
-    return type("Stage3", (), {name: decorated, **given})
+    return wrapped
 
 
-def test_gradients_arrive_as_reduced_or_rounded_to_the_model() -> None:
-    def rounding(self: Any, gradients: list[torch.Tensor]) -> Any:
-        return [one.to(self.dtype) for one in gradients]
+def test_gradients_arrive_as_reduced_or_rounded_to_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def widens(self: Any, gradients: Any) -> Any:
+        return gradients.to(self.gradient_accumulation_dtype)
 
-    def widens(self: Any) -> Any:
-        return self.gradient_accumulation_dtype
+    def rounds(self: Any, gradients: Any) -> Any:
+        return gradients.to(self.dtype)
 
-    assert older_releases.arriving_dtype(optimizer_class(widens)(), PARAM) == torch.float16
-    assert older_releases.arriving_dtype(optimizer_class(rounding)(), PARAM) == torch.bfloat16
+    stage3 = SimpleNamespace(dtype=torch.bfloat16, get_param_comm_dtype=lambda _: torch.float16)
+    for scatter, dtype in ((widens, torch.float16), (rounds, torch.bfloat16)):
+        monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, SCATTER, decorated(scatter))
+        assert older_releases.arriving_dtype(stage3, PARAM) == dtype
 
 
-def test_the_installed_release_widens_what_it_reduces() -> None:
-    scatter = DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+def test_the_newest_release_widens_what_it_reduces() -> None:
+    scatter = getattr(DeepSpeedZeroOptimizer_Stage3, SCATTER)
     assert older_releases._reads(scatter, "gradient_accumulation_dtype")
 
 

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+
+from memascend.deepspeed.older_releases import rank_of_part
 
 
 def stream_here() -> Any:
@@ -44,7 +45,7 @@ def slice_of_rank(param: Any, numel: int) -> torch.Tensor:
     memory until the slice is stored.
     """
     whole: torch.Tensor = param.data
-    begin = numel * dist.get_rank(group=param.ds_process_group)
+    begin = numel * rank_of_part(param)
     if whole.is_contiguous() and begin + numel <= whole.numel():
         return whole.view(-1).narrow(0, begin, numel)
     return whole.new_empty(numel)

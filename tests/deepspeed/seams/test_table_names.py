@@ -60,7 +60,9 @@ ATTRIBUTES = {
 #: Names without which ours does not work, by their rows.
 MUST_BE_FOUND = {
     "checkpoint_mp_rank": "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_mp_rank",
-    "ds_process_group": "deepspeed.runtime.zero.partition_parameters.Init.ds_process_group",
+    "ds_zero_partition_rank": (
+        "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank"
+    ),
     "_get_param_partition_rank": (
         "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank"
     ),
