@@ -23,7 +23,11 @@ NESTED = PROGRAM.with_name("nested_program.py")
 @pytest.mark.parametrize("more", [{}, SAVING], ids=["", "activations"])
 @pytest.mark.parametrize(
     "every",
-    [pytest.param(4, marks=pytest.mark.coarse), pytest.param(1, marks=pytest.mark.full)],
+    [
+        pytest.param(4, marks=pytest.mark.coarse),
+        pytest.param(2, marks=pytest.mark.full),
+        pytest.param(1, marks=[pytest.mark.full, pytest.mark.matrix]),
+    ],
 )
 def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
     tmp_path: Path, every: int, more: dict[str, Any]

@@ -23,7 +23,7 @@ BLOCK = "with "
 #: Python swallows it there.
 FINALIZING = "__del__"
 #: Of lines, in each full run: it begins with another one each time.
-FINE = 3
+FINE = 6
 
 
 def each_stride(coarse: int) -> pytest.MarkDecorator:
@@ -108,7 +108,7 @@ def interruptions(make: Callable[[], Callable[[], object]], stride: int = 1) -> 
     Args:
         make: Makes the work anew.
         stride: Of lines, only one in so many. By FINE it begins with one of the first, by chance:
-            in a few runs each line has been interrupted.
+            in some runs each line has been interrupted.
     """
     seen: set[str] = set()
     at_line = random.randrange(stride) if stride == FINE else 0
