@@ -79,7 +79,7 @@ def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
         *((mistake, 1) for mistake in MISTAKES if mistake not in SEEN_BY_SEVERAL_RANKS),
         *((mistake, 2) for mistake in (*HIDDEN_BY_STOCK, *SEEN_BY_SEVERAL_RANKS)),
         *(
-            pytest.param(mistake, 2, marks=pytest.mark.full)
+            pytest.param(mistake, 2, marks=[pytest.mark.full, pytest.mark.matrix])
             for mistake in MISTAKES
             if mistake not in (*HIDDEN_BY_STOCK, *SEEN_BY_SEVERAL_RANKS)
         ),
@@ -91,9 +91,16 @@ def test_a_mistake_is_noticed(device_bench: Bench, mistake: str, world: int) -> 
     assert is_noticed(device_bench, mistake, world, stock_blocks=stock_blocks)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "case", [FEW_SLOTS, CHUNKS, SAVING], ids=["few slots", "chunks", "activations"]
+    ("case", "world"),
+    [
+        pytest.param(FEW_SLOTS, 1, id="few slots-1"),
+        pytest.param(CHUNKS, 1, id="chunks-1"),
+        pytest.param(SAVING, 1, id="activations-1"),
+        pytest.param(FEW_SLOTS, 2, id="few slots-2", marks=pytest.mark.full),
+        pytest.param(CHUNKS, 2, id="chunks-2", marks=[pytest.mark.full, pytest.mark.matrix]),
+        pytest.param(SAVING, 2, id="activations-2", marks=[pytest.mark.full, pytest.mark.matrix]),
+    ],
 )
 def test_without_a_mistake_nothing_is_noticed(device_bench: Bench, case: Case, world: int) -> None:
     """Otherwise the test above proved nothing. memascend's own events are enough."""

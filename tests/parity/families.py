@@ -79,6 +79,9 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llava": ("LlavaForConditionalGeneration", "LlavaConfig", {}),
 }
 NAMES = tuple(f"{name}-{ending}" for name in SHAPES for ending in ("tied", "untied"))
+TIED = ("qwen2", "gemma", "gpt2", "opt", "bert", "t5")
+#: The heads with which the models of each family are published.
+PUBLISHED = tuple(f"{name}-{'tied' if name in TIED else 'untied'}" for name in SHAPES)
 
 #: Of those that Liger knows, one for each kind of head and layer. "llama" stands in the matrix;
 #: the limit of Gemma's logits does not run in Triton's interpreter.

@@ -104,6 +104,16 @@ def section_cases() -> list[Case]:
     return cases
 
 
+def is_repeated(case: Case) -> bool:
+    """Whether a section's case says of two ranks what it says of one.
+
+    Memory and engines serve one rank each; with two they are in `stream_choice_cases` as well,
+    beside all other sections.
+    """
+    alone = ("allocator",), ("buffer_pool",), ("direct_nvme",)
+    return case.world == 2 and (case.sections in alone or case.engine is not None)
+
+
 def limit_cases() -> list[Case]:
     # Little above the smallest limit: embeddings and most layer tensors travel in chunks.
     tight = Case(limit_bytes=LIMIT_SMALL_BYTES)

@@ -28,7 +28,13 @@ def numel(model: torch.nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in families.PUBLISHED else pytest.mark.matrix)
+        for name in families.NAMES
+    ],
+)
 def test_a_family_gives_the_bits_of_cpu_offload(bench: Bench, family: str) -> None:
     case = Case(family=family, clipping=1.0)
     facts = bench.run(case, "memascend")

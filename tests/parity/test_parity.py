@@ -37,7 +37,11 @@ def test_training_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> Non
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", quick(matrix.section_cases(), *range(12), 20), ids=case_name)
+@pytest.mark.parametrize(
+    "case",
+    quick(matrix.section_cases(), *range(12), 20, repeated=matrix.is_repeated),
+    ids=case_name,
+)
 def test_every_section_alone_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
