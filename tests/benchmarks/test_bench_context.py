@@ -107,7 +107,7 @@ def test_a_layer_whose_input_was_lost_has_another_gradient() -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-@pytest.mark.parametrize("accelerator", bench_context.TRAINING)
+@pytest.mark.parametrize("accelerator", ["sim", pytest.param("cpu", marks=pytest.mark.matrix)])
 def test_our_own_bytes_are_the_same_for_every_number_of_tokens(
     accelerator: str, tmp_path: Path
 ) -> None:

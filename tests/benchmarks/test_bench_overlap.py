@@ -112,7 +112,7 @@ def test_only_without_clipping_steps_begin_during_backward(
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("emulated", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_it_runs_and_all_train_the_same(emulated: bool, tmp_path: Path) -> None:
     if emulated and (reason := why_not()):
         pytest.skip(reason)

@@ -94,7 +94,8 @@ def test_an_unchanged_script_is_armed_and_gives_the_losses_of_cpu_offload(
     status, output = finetune(tmp_path, launcher=launcher, block={})
     assert status == 0, output[-4000:]
     assert len(armed_lines(output)) == 1, output[-4000:]
-    assert len(losses(output)) == 2
+    first, second = map(float, losses(output))  # one line for each step, whatever the ranks
+    assert second < first
     assert losses(output) == expected_losses(launcher)
     assert list((tmp_path / "drive").iterdir()) == []
 

@@ -155,21 +155,16 @@ def one_machine(tmp_path_factory: pytest.TempPathFactory) -> str:
     return Machines(folder, 1).run("save", [folder / "checkpoint"])
 
 
-def test_two_machines_train_as_one(tmp_path: Path, one_machine: str) -> None:
-    shared = tmp_path / "checkpoint"
-    two = Machines(tmp_path / "two", 2)
-    saved = two.run("save", [shared, shared])
-    assert losses(saved) == losses(one_machine) != []
-    assert masters(saved, "saved") == masters(one_machine, "saved") != []
-    assert two.drives() == []
-
-
-def test_machines_that_keep_their_checkpoints_to_themselves(
+def test_two_machines_train_as_one_and_may_keep_their_checkpoints_to_themselves(
     tmp_path: Path, one_machine: str
 ) -> None:
+    """Those who save in one folder are the runs of a machine that fails, below."""
     own = [tmp_path / "checkpoint0", tmp_path / "checkpoint1"]
-    saved = Machines(tmp_path / "saving", 2, OWN).run("save", own)
+    saving = Machines(tmp_path / "saving", 2, OWN)
+    saved = saving.run("save", own)
     assert losses(saved) == losses(one_machine) != []
+    assert masters(saved, "saved") == masters(one_machine, "saved") != []
+    assert saving.drives() == []
     assert all((checkpoint / "here").is_dir() for checkpoint in own)
     resumed = Machines(tmp_path / "resuming", 2, OWN).run("load", own)
     assert masters(resumed, "loaded") == masters(saved, "saved") != []
