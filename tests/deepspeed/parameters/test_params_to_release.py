@@ -73,6 +73,8 @@ def test_they_are_those_of_the_present_trace(modules: list[torch.nn.Module]) -> 
     assert released(coordinator, first, 1) == set(), "it is used again"
     set_trace(coordinator, [first, second, third])
     assert released(coordinator, first, 1) == {0, 1}
+    set_trace(coordinator, [first, first, second])
+    assert released(coordinator, first, 1) == set(), "the very next module uses it"
     set_trace(coordinator, [first, third, second, first])
     assert released(coordinator, first, 1) == set()
     assert released(coordinator, first, 4) == {0, 1}
