@@ -84,18 +84,12 @@ DARK = Palette(
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values by name.
+    """Values by name."""
 
-    Attributes:
-        name: Its name in the legend.
-        points: Points in the order of x.
-        colour: Index of its colour.
-        is_faint: Whether it is drawn faintly, as one of several of its kind, and not in the legend.
-    """
-
-    name: str
-    points: Sequence[Point]
-    colour: int = 0
+    name: str  # its name in the legend
+    points: Sequence[Point]  # points in the order of x
+    colour: int = 0  # index of its colour
+    #: Whether it is drawn faintly, as one of several of its kind, and not in the legend.
     is_faint: bool = False
 
     @property
@@ -106,17 +100,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """The quantity on the y axis.
+    """The quantity on the y axis."""
 
-    Attributes:
-        name: Its name; the axis adds the unit.
-        unit: Unit of the values; "B" and "B/s" become KiB, MiB or GiB.
-        from_zero: Whether the axis begins at 0.
-    """
-
-    name: str
-    unit: str = ""
-    from_zero: bool = True
+    name: str  # its name; the axis adds the unit
+    unit: str = ""  # unit of the values; "B" and "B/s" become KiB, MiB or GiB
+    from_zero: bool = True  # whether the axis begins at 0
 
     def form(self, value: float) -> str:
         """Return a value with its unit."""
@@ -135,27 +123,18 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that can be drawn in any colours.
-
-    Attributes:
-        title: Its title.
-        description: Its content in words, for readers who cannot see it.
-        paint: Draws it on matplotlib's axes.
-    """
+    """A chart that can be drawn in any colours."""
 
     title: str
-    description: str
-    paint: Callable[[Any], None]
+    description: str  # its content in words, for readers who cannot see it
+    paint: Callable[[Any], None]  # draws it on matplotlib's axes
 
     def picture(
         self, *, palette: Palette = LIGHT, file_format: str | None = "svg", is_alone: bool = False
     ) -> bytes:
-        """Return the picture as the content of a file.
+        """Return the picture as the content of a file, in one of matplotlib's formats.
 
-        Args:
-            palette: Colours.
-            file_format: One of matplotlib's; None for its usual one.
-            is_alone: Whether nothing is beside it: it is larger then, and has its title.
+        A picture that stands alone is larger, and has its title.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -201,14 +180,9 @@ def line_chart(
     by_step: bool = False,
     is_overlaid: bool = False,
 ) -> Chart | None:
-    """Return a chart of one line for each series; None when there is nothing to draw.
+    """Return a chart of one line for each series with points; None when there is nothing to draw.
 
-    Args:
-        title: Title of the chart.
-        quantity: The values of y.
-        series: Values; series without points are left out.
-        by_step: Whether x counts steps; else it is seconds since the start.
-        is_overlaid: Whether later lines may hide the first, which is then drawn broad.
+    x counts steps, or seconds since the start. A line that later ones may hide is drawn broad.
     """
     drawn = [each for each in series if each.points]
     if not drawn:
@@ -243,11 +217,8 @@ def area_chart(
 ) -> Chart | None:
     """Return a chart of areas over time, on top of each other; None when there is nothing to draw.
 
-    Args:
-        title: Title of the chart.
-        quantity: The values of y.
-        xs: Seconds since the start.
-        parts: Values of each area at each x, the lowest area first. A value holds until the next x.
+    `parts` has the values of each area at each x, the lowest area first; `xs` are seconds since the
+    start. A value holds until the next x.
     """
     if not any(_sums(parts)):
         return None
@@ -274,14 +245,9 @@ def bar_chart(
     bars: Sequence[str],
     peaks: Sequence[float] = (),
 ) -> Chart:
-    """Return a chart of bars, each divided into the same parts.
+    """Return a chart of bars, each divided into the same parts, the lowest part first.
 
-    Args:
-        title: Title of the chart.
-        quantity: The values of y.
-        parts: Value of each part in every bar, the lowest part first.
-        bars: Names of the bars.
-        peaks: A value above each bar, reached for a while.
+    `peaks` are values above each bar, reached for a while.
     """
     parts, sums = _distinct(parts), _sums(parts)
     divisor, y_title = quantity.axis(max([*sums, *peaks]))

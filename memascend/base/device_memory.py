@@ -25,10 +25,6 @@ RELEASED_COUNT_MIN = 2
 
 
 def released_bytes_max(device_bytes: int) -> int:
-    """Return how many bytes of released parameters may wait for kernels.
-
-    Args:
-        device_bytes: All memory of the device.
-    """
+    """Return how many bytes of released parameters may wait for kernels of a device of so many."""
     held_up_bytes = min(HELD_UP_BYTES, device_bytes // HELD_UP_DIVISOR)
     return max(RELEASED_BYTES_MIN, held_up_bytes, device_bytes // RELEASED_DIVISOR)

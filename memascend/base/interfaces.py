@@ -91,20 +91,14 @@ class Event(Protocol):
 
 
 class TensorRequest(NamedTuple):
-    """One read or write, with arguments that are checked.
+    """One read or write, with arguments that are checked."""
 
-    Attributes:
-        key: Name in the store.
-        tensor: Contiguous CPU tensor to read into or write from.
-        offset_bytes: Offset in the key; None for a write of the whole key.
-        hold: Object to keep alive until the transfer is over, besides the tensor.
-        capacity_bytes: Usable bytes from the tensor's first byte on; 0: as the tensor.
-    """
-
-    key: str
-    tensor: torch.Tensor
-    offset_bytes: int | None
-    hold: object | None
+    key: str  # name in the store
+    tensor: torch.Tensor  # contiguous CPU tensor to read into or write from
+    offset_bytes: int | None  # offset in the key; None for a write of the whole key
+    hold: object | None  # object to keep alive until the transfer is over, besides the tensor
+    #: Bytes from the tensor's first byte on that may be used, 0: as the tensor. With more than the
+    #: tensor an odd tail needs no bounce buffer.
     capacity_bytes: int
 
     @property
@@ -149,15 +143,7 @@ class TensorIO(ABC):
         """Start reading into a tensor, from `offset_bytes` of the key on.
 
         The tensor must not be used until the ticket is done. It gets the bytes of every write
-        started before.
-
-        Args:
-            key: Name in the store.
-            target: Contiguous CPU tensor.
-            offset_bytes: Offset in the key.
-            hold: Object to keep alive until the transfer is over, besides the tensor.
-            capacity_bytes: Bytes from the tensor's first byte on that may be overwritten, if more
-                than the tensor: its odd tail then needs no bounce buffer.
+        started before. `TensorRequest` explains the arguments.
 
         Raises:
             StoreError: No such key, or an earlier write of it failed.
@@ -178,13 +164,7 @@ class TensorIO(ABC):
         """Start writing a tensor, as the whole key or into a key from `offset_bytes` on.
 
         The tensor's bytes are kept alive, and must not change, until the ticket is done.
-
-        Args:
-            key: Name in the store.
-            source: Contiguous CPU tensor.
-            offset_bytes: Offset in the key; None for the whole key, which is reserved if need be.
-            hold: Object to keep alive until the transfer is over, besides the tensor.
-            capacity_bytes: Readable bytes from the tensor's first byte on, if more than the tensor.
+        `TensorRequest` explains the arguments.
 
         Raises:
             StoreFullError: No space for the key.
@@ -257,26 +237,20 @@ class Lender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device as host memory uses it.
+    """One device as host memory uses it."""
 
-    Attributes:
-        name: Its name in torch.
-        registers: Whether host memory should be registered with it: its copies are asynchronous.
-        registrar: Registers memory; None: CUDA's driver does.
-        pci_address: Selects the NUMA node; None if it is not known.
-        new_event: Makes an event of it; None if copies are synchronous.
-        wait_idle: Waits until the device is idle; None if copies are synchronous.
-        new_stream: Makes a stream; returns a function whose contexts make it the current one. None
-            if there are no streams.
-        use_here: Makes it the current device of the calling thread. A new thread has device 0; a
-            rank with another device would get a second context there, of half a GiB.
-    """
-
-    name: str = "cpu"
+    name: str = "cpu"  # its name in torch
+    #: Whether host memory should be registered with it: its copies are asynchronous.
     registers: bool = False
-    registrar: Registrar | None = None
-    pci_address: str | None = None
+    registrar: Registrar | None = None  # registers memory; None: CUDA's driver does
+    pci_address: str | None = None  # selects the NUMA node; None if it is not known
+    #: Makes an event of it; None if copies are synchronous.
     new_event: Callable[[], Event] | None = None
+    #: Waits until the device is idle; None if copies are synchronous.
     wait_idle: Callable[[], object] | None = None
+    #: Makes a stream; returns a function whose contexts make it the current one. None if there are
+    #: no streams.
     new_stream: NewStream | None = None
+    #: Makes it the current device of the calling thread. A new thread has device 0; a rank with
+    #: another device would get a second context there, of half a GiB.
     use_here: Callable[[], object] = int

@@ -34,11 +34,7 @@ def parse_json(text: str | bytes) -> object:
 
 
 def read_json_object(path: Path, name: str = "") -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Args:
-        path: Path of the file.
-        name: Name of the file in messages, before the path; empty: the path alone.
+    """Read a file that holds one JSON object; messages have its name, if any, before the path.
 
     Raises:
         ConfigError: It cannot be read, is not JSON, or is not an object.

@@ -46,10 +46,7 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
         self._searching = False
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: types.ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.name or self._searching:
             return None

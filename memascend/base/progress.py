@@ -32,11 +32,7 @@ class Meter:
     """Counts bytes, and updates the display at intervals. Any thread may call it."""
 
     def __init__(self, show: Callable[..., object]) -> None:
-        """Begin at zero.
-
-        Args:
-            show: Called with `completed`, the bytes so far, or `description`, the current action.
-        """
+        """Begin at zero; `show` gets `completed`, the bytes so far, or `description`, a text."""
         self.moved_bytes = 0
         self._show, self._shown_s = show, 0.0
         self._lock = threading.Lock()
@@ -62,15 +58,10 @@ class Meter:
 
 @contextmanager
 def byte_progress(title: str, nbytes: int | None, *, leads: bool) -> Iterator[Meter]:
-    """Show the progress of the `with` block, and log its speed at the end.
+    """Show the progress of the `with` block on the rank that leads, and log its speed at the end.
 
-    Args:
-        title: Title of the bar and of the log line.
-        nbytes: Approximate bytes that the block will move; None if unknown.
-        leads: True if this rank shows the progress; other ranks only count.
-
-    Yields:
-        The meter, to be called with the bytes moved since the last call.
+    The block moves about `nbytes`; None if unknown. It calls the meter with the bytes moved since
+    the last call.
     """
     begin_s = time.monotonic()
     is_shown = leads and sys.stderr.isatty()

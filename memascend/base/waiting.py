@@ -62,9 +62,6 @@ def new_event(make: Callable[..., Event]) -> Event:
 
     The events of CUDA and some other devices spin by default: waiting for a copy then takes a CPU
     core from the threads that serve the drive.
-
-    Args:
-        make: The accelerator's event class.
     """
     try:
         return make(blocking=True)
@@ -73,11 +70,7 @@ def new_event(make: Callable[..., Event]) -> Event:
 
 
 def event_here(make: Callable[[], Event] | None) -> Event | None:
-    """Return an event, recorded on the current stream.
-
-    Args:
-        make: Creates an event of the device; None for the CPU, which needs none.
-    """
+    """Return an event, recorded on the current stream; None for the CPU, which needs none."""
     if make is None:
         return None
     event = make()
@@ -97,12 +90,6 @@ class EventPool:
     def __init__(
         self, make: Callable[..., Event], *, free_count_max: int = FREE_EVENTS_MAX
     ) -> None:
-        """Begin with an empty pool.
-
-        Args:
-            make: The accelerator's event class.
-            free_count_max: Maximum of events kept for reuse.
-        """
         self._make = make
         self._free: deque[Event] = deque(maxlen=free_count_max)
         self._lock = threading.Lock()

@@ -21,13 +21,6 @@ class ConvertedReader:
     """The bytes of a tensor in another dtype."""
 
     def __init__(self, reader: Reader, *, saved: torch.dtype, wanted: torch.dtype) -> None:
-        """Read nothing yet.
-
-        Args:
-            reader: Source of the bytes.
-            saved: Dtype of the source.
-            wanted: Dtype to convert to.
-        """
         self._reader = reader
         self._saved, self._wanted = saved, wanted
         self._piece: torch.Tensor | None = None

@@ -38,15 +38,10 @@ _Tensors = Mapping[tuple[int, str | None], LoadedTensor]
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """The division of a checkpoint into sub-groups and ranks when it was saved.
+    """The division of a checkpoint into sub-groups and ranks when it was saved."""
 
-    Attributes:
-        parameters: Parameters of each sub-group.
-        ranks: Each rank's part.
-    """
-
-    parameters: SubGroups
-    ranks: Sequence[RankFiles]
+    parameters: SubGroups  # parameters of each sub-group
+    ranks: Sequence[RankFiles]  # each rank's part
 
     @property
     def world(self) -> int:
@@ -73,13 +68,7 @@ def read_parameters(path: Path) -> SubGroups | None:
 def open_divided(
     saved: SavedLayout, target: TargetOptimizer, *, rank: int, world: int
 ) -> CheckpointSource:
-    """Find an optimizer's tensors in the files of all ranks that saved the checkpoint.
-
-    Args:
-        saved: The checkpoint.
-        target: The optimizer.
-        rank: The rank whose part to find.
-        world: Present number of ranks.
+    """Find a rank's part of an optimizer in the files of all ranks that saved the checkpoint.
 
     Raises:
         CheckpointError: The checkpoint is of another model or optimizer, incomplete, or has states

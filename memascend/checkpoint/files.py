@@ -65,10 +65,6 @@ class SummedFile(FlushedFile):
     def create(cls, path: Path, advance: Advance | None = None) -> Iterator[SummedFile]:
         """Create a file that must not exist; on a clean exit all of it is on the drive.
 
-        Args:
-            path: Path of the file.
-            advance: Called with the bytes of each write.
-
         Raises:
             CheckpointError: The file cannot be created or written.
         """
@@ -172,9 +168,7 @@ class TensorReader:
     def __init__(self, load: Callable[[], torch.Tensor], *, is_mapped: bool = False) -> None:
         """Note the loader. `fill` calls it: the number of mappings of a process is limited.
 
-        Args:
-            load: Returns the tensor.
-            is_mapped: Whether it maps a file; pages that were read are then paged out.
+        The pages of a mapped file are paged out after they were read.
         """
         self._load = load
         self._data: torch.Tensor | None = None

@@ -167,13 +167,9 @@ def _clean(parent: Path) -> None:
 
 
 def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:
-    """Refuse a save early if the file system lacks space.
+    """Refuse a save early if the file system of a folder lacks space.
 
-    Args:
-        folder: A folder on the file system that is written to.
-        nbytes: Bytes that will be written.
-        failure: Start of the message.
-        remedy: An alternative to removing older checkpoints.
+    `failure` begins the message; `remedy` is an alternative to removing older checkpoints.
 
     Raises:
         CheckpointError: There is too little space.

@@ -25,37 +25,22 @@ SubGroups = Sequence[Sequence[NamedParameter]]
 
 @dataclass(frozen=True, slots=True)
 class ParameterRun:
-    """Elements that are contiguous in a sub-group and in one parameter.
-
-    Attributes:
-        name: The parameter.
-        first: First element in the whole parameter.
-        offset: First element in the sub-group.
-        numel: Elements, without padding.
-    """
+    """Elements that are contiguous in a sub-group and in one parameter."""
 
     name: str
-    first: int
-    offset: int
-    numel: int
+    first: int  # first element in the whole parameter
+    offset: int  # first element in the sub-group
+    numel: int  # elements, without padding
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Elements that are contiguous in a saved sub-group and in a wanted one.
+    """Elements that are contiguous in a saved sub-group and in a wanted one."""
 
-    Attributes:
-        rank: The rank that saved them.
-        sub_group: Index of the saved sub-group.
-        source: First element in the saved sub-group.
-        target: First element in the wanted one.
-        numel: Number of elements.
-    """
-
-    rank: int
-    sub_group: int
-    source: int
-    target: int
+    rank: int  # the rank that saved them
+    sub_group: int  # index of the saved sub-group
+    source: int  # first element in the saved sub-group
+    target: int  # first element in the wanted one
     numel: int
 
 

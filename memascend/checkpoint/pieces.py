@@ -21,19 +21,12 @@ OPEN_COUNT_MAX = 32
 
 @dataclass(frozen=True, slots=True)
 class ByteSpan:
-    """A contiguous piece of a source.
+    """A contiguous piece of a source."""
 
-    Attributes:
-        target: First byte in the assembled tensor.
-        nbytes: Number of bytes.
-        reader: The source.
-        source: First byte in the source.
-    """
-
-    target: int
+    target: int  # first byte in the assembled tensor
     nbytes: int
     reader: Reader
-    source: int
+    source: int  # first byte in the source
 
 
 class PieceReader:

@@ -39,21 +39,13 @@ Files = Mapping[tuple[int, str | None], Path]
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """A rank's part of a checkpoint.
+    """A rank's part of a checkpoint."""
 
-    Attributes:
-        folder: Folder of the tag.
-        rank: The rank.
-        world: Number of ranks that saved it.
-        states: The rank's optim_states.pt.
-        manifest: The rank's manifest; None if it was saved without memascend.
-    """
-
-    folder: Path
+    folder: Path  # folder of the tag
     rank: int
-    world: int
-    states: Path
-    manifest: Manifest | None
+    world: int  # number of ranks that saved it
+    states: Path  # the rank's optim_states.pt
+    manifest: Manifest | None  # the rank's manifest; None if it was saved without memascend
 
     @property
     def tensors(self) -> Path:
@@ -63,26 +55,16 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class TargetOptimizer:
-    """The optimizer to restore.
+    """The optimizer to restore."""
 
-    Attributes:
-        names: DeepSpeed's name of each sub-group.
-        numels: Elements of each sub-group on this rank.
-        group_count: Number of parameter groups.
-        kind: Name of the optimizer's class.
-        master_dtype: Dtype of the master weights.
-        parameters: Parameters of each sub-group.
-        groups: Index of each sub-group's parameter group.
-        ids: DeepSpeed's id of each parameter, by its name.
-    """
-
-    names: Sequence[str]
-    numels: Sequence[int]
-    group_count: int
-    kind: str
+    names: Sequence[str]  # DeepSpeed's name of each sub-group
+    numels: Sequence[int]  # elements of each sub-group on this rank
+    group_count: int  # number of parameter groups
+    kind: str  # name of the optimizer's class
     master_dtype: torch.dtype
-    parameters: SubGroups = ()
-    groups: Sequence[int] = ()
+    parameters: SubGroups = ()  # parameters of each sub-group
+    groups: Sequence[int] = ()  # index of each sub-group's parameter group
+    #: DeepSpeed's id of each parameter, by its name.
     ids: Mapping[str, int] = field(default_factory=dict)
 
     def regroup(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -105,18 +87,12 @@ class LoadedTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A verified checkpoint.
+    """A verified checkpoint."""
 
-    Attributes:
-        zero_states: Saved state of DeepSpeed's ZeRO optimizer.
-        optimizer_states: Saved state of the base optimizer, with empty tensors.
-        tensors: The tensors of every sub-group.
-        model_states: The file that the module is loaded from; None: the one DeepSpeed chooses.
-    """
-
-    zero_states: Mapping[str, Any]
-    optimizer_states: dict[str, Any]
+    zero_states: Mapping[str, Any]  # saved state of DeepSpeed's ZeRO optimizer
+    optimizer_states: dict[str, Any]  # saved state of the base optimizer, with empty tensors
     tensors: list[LoadedTensor]
+    #: The file that the module is loaded from; None: the one DeepSpeed chooses.
     model_states: Path | None = None
 
     def weights(self) -> list[LoadedTensor]:

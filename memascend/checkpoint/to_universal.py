@@ -43,14 +43,9 @@ _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\
 
 
 def write_universal(folder: Path, output: Path) -> int:
-    """Verify and convert a checkpoint, which is not changed.
+    """Verify and convert a checkpoint, which is not changed; return the number of parameters.
 
-    Args:
-        folder: Folder of the tag.
-        output: The folder to create; `latest_universal` beside it then names it.
-
-    Returns:
-        Number of parameters written.
+    `output` is the folder to create; `latest_universal` beside it then names it.
 
     Raises:
         CheckpointError: The checkpoint is damaged, incomplete, or cannot be divided; or `output`

@@ -109,11 +109,7 @@ def _kind(storage: torch.storage.TypedStorage | torch.UntypedStorage) -> Any:
 
 
 def save_streamed(content: object, file: SummedFile) -> None:
-    """Write `content`, with any StreamedTensor as a tensor.
-
-    Args:
-        content: An object that torch.save accepts, with tensors in host memory.
-        file: A new file; nothing else may be written to it.
+    """Write `content` to a new file as torch.save does, with any StreamedTensor as a tensor.
 
     Raises:
         ValueError: A StreamedTensor wrote another number of bytes than its size.

@@ -76,13 +76,7 @@ def verify_universal(paths: list[Path], advance: Advance) -> None:
 def open_universal(
     folder: Path, target: TargetOptimizer, *, rank: int, world: int
 ) -> CheckpointSource:
-    """Find every tensor of an optimizer.
-
-    Args:
-        folder: Folder of the tag.
-        target: The optimizer.
-        rank: The rank whose part to find.
-        world: Present number of ranks.
+    """Find a rank's part of every tensor of an optimizer.
 
     Raises:
         CheckpointError: The checkpoint is of another model or configuration, or incomplete.

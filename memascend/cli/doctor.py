@@ -57,19 +57,12 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding.
-
-    Attributes:
-        name: Subject of the check.
-        state: "ok"; "note": works, but could be better; "problem": prevents training.
-        found: The finding, with its values.
-        fix: The remedy; empty if none is needed.
-    """
+    """One finding."""
 
     name: str
-    state: str
+    state: str  # "ok"; "note": works, but could be better; "problem": prevents training
     found: str
-    fix: str = ""
+    fix: str = ""  # the remedy; empty if none is needed
 
 
 def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:

@@ -133,12 +133,7 @@ def _write_prometheus(path: Path, ranks: Sequence[RankFile]) -> None:
 
 
 def view(ranks: Sequence[RankFile], now: float | None = None) -> RenderableType:
-    """Return the view of a run.
-
-    Args:
-        ranks: Status files of the run, at least one.
-        now: Seconds since 1970; None: the current time.
-    """
+    """Return the view of a run with at least one rank; `now` is in seconds since 1970."""
     now = time.time() if now is None else now
     known = [rank.status for rank in ranks if rank.status is not None]
     parts: list[RenderableType] = []

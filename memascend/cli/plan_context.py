@@ -115,14 +115,6 @@ def training_of(
 ) -> Training:
     """Return the input of the arithmetic.
 
-    Args:
-        shapes: Shapes of the model, from a config.json.
-        stock: Its account with stock DeepSpeed.
-        ours: Its plan with memascend.
-        settings: Settings of the DeepSpeed JSON.
-        block: The `memascend` block.
-        args: The command line.
-
     Raises:
         ConfigError: Only shapes are known, or a value cannot be used.
     """
@@ -179,9 +171,7 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
 def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any) -> str:
     """Return the contexts that fit, for a few models and machines, as Markdown.
 
-    Args:
-        training_of_model: Returns the input of the arithmetic for a model.
-        args: The command line; a stated memory size replaces those of the table.
+    A memory size on the command line replaces those of the table.
     """
     context = args.context or TABLE_CONTEXT
     titles = ["model", "device", "host", *(way.title for way in TABLE_WAYS)]

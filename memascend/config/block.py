@@ -257,9 +257,6 @@ class MemAscendConfig(Section):
 def find_block(ds_config: object) -> Mapping[str, Any] | None:
     """Return the raw block of a DeepSpeed config, or the one in MEMASCEND_CONFIG, or None.
 
-    Args:
-        ds_config: The raw DeepSpeed config; anything but a mapping holds no block.
-
     Raises:
         ConfigError: The block, or MEMASCEND_CONFIG, is not a JSON object.
     """

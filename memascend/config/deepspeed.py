@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from memascend.config.messages import parse
 from memascend.config.section import PathText

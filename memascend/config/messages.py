@@ -30,12 +30,7 @@ _PLAIN_WORDS = {bool: "true or false", int: "a whole number", float: "a number",
 
 
 def parse(model: type[_Model], content: Mapping[str, Any], *, root: str) -> _Model:
-    """Return the validated model.
-
-    Args:
-        model: The model of all that is read.
-        content: Keys and values, as the user wrote them.
-        root: The model's own key; empty for a whole file.
+    """Return the validated model; `root` is its own key, empty for a whole file.
 
     Raises:
         ConfigError: Names every wrong key with its value, the allowed values and the nearest key.
@@ -47,13 +42,7 @@ def parse(model: type[_Model], content: Mapping[str, Any], *, root: str) -> _Mod
 
 
 def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str:
-    """Return a line for each wrong key.
-
-    Args:
-        error: The error that pydantic raised.
-        model: The model of the whole input.
-        root: The model's own key; empty for a whole file.
-    """
+    """Return a line for each wrong key; `root` is the model's own key, empty for a whole file."""
     lines: dict[str, None] = {}  # each once: pydantic reports a key for each of its types
     for entry in error.errors():
         if len(lines) == LINE_COUNT_MAX:

@@ -31,10 +31,7 @@ class VolumeConfig(Section):
     )
     raw: bool = Field(False, description="`path` is a block device for memascend alone")
     capacity: Nbytes | None = Field(
-        None,
-        ge=1 << 20,
-        le=1 << 60,
-        description="maximum to use of the drive; left out: all of it",
+        None, ge=1 << 20, le=1 << 60, description="maximum to use of the drive; left out: all of it"
     )
 
 

@@ -85,13 +85,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 # other: in the first backward, while other ranks wait in a collective.
 @triton.jit(do_not_specialize=["numel", "blocks_each"])
 def _scan_kernel(
-    source,
-    numel,
-    blocks_each,
-    found,
-    partial,
-    SUM_SQUARES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    source, numel, blocks_each, found, partial, SUM_SQUARES: tl.constexpr, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0)
     first = program.to(tl.int64) * blocks_each * BLOCK
@@ -126,12 +120,7 @@ def _add(values, seen, sums, SUM_SQUARES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["program_count"])
 def _finish_kernel(
-    found,
-    partial,
-    program_count,
-    result,
-    SUM_SQUARES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    found, partial, program_count, result, SUM_SQUARES: tl.constexpr, PROGRAMS: tl.constexpr
 ):
     program = tl.arange(0, PROGRAMS)
     mask = program < program_count

@@ -55,23 +55,16 @@ _LEFT_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class DriveWear:
-    """The wear of one drive, from its own SMART data.
+    """The wear of one drive, from its own SMART data."""
 
-    Attributes:
-        name: The kernel's name, such as "nvme0n1".
-        model: The maker's name of the model.
-        used_percent: The drive's own estimate of the endurance used up; may exceed 100.
-        life_written_bytes: Bytes written over the drive's life, by all programs.
-        run_written_bytes: Bytes written between two reports; None before the second.
-        run_seconds: Seconds between the two reports.
-    """
-
-    name: str
-    model: str = ""
+    name: str  # the kernel's name, such as "nvme0n1"
+    model: str = ""  # the maker's name of the model
+    #: The drive's own estimate of the endurance used up; may exceed 100.
     used_percent: int | None = None
-    life_written_bytes: int | None = None
+    life_written_bytes: int | None = None  # bytes written over the drive's life, by all programs
+    #: Bytes written between two reports; None before the second.
     run_written_bytes: int | None = None
-    run_seconds: float | None = None
+    run_seconds: float | None = None  # seconds between the two reports
 
     @property
     def left_bytes(self) -> int | None:
@@ -136,13 +129,6 @@ class DriveWatch:
         read: Callable[[list[str]], DriveReport] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Read the drives for the first time.
-
-        Args:
-            paths: Directories and block devices.
-            read: Replaces `read_drives` in tests.
-            clock: Returns seconds.
-        """
         self._paths = [os.fspath(path) for path in paths]
         self._read, self._clock = read or read_drives, clock
         self.start = self._read(self._paths)
@@ -211,13 +197,7 @@ def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> Driv
 
 
 def parse(name: str, answer: Mapping[str, Any], *, status: int = 0) -> DriveWear | str:
-    """Return the wear found in smartctl's JSON, or the reason why there is none.
-
-    Args:
-        name: The drive's name.
-        answer: Output of `smartctl -j -a`.
-        status: Exit status of smartctl.
-    """
+    """Return the wear in the output of `smartctl -j -a`, or the reason why there is none."""
     used, written = _nvme(answer)
     if used is None and written is None:
         used, written = _ata(answer)

@@ -33,41 +33,27 @@ class LedgerRow:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The account of one rank at one moment.
+    """The account of one rank at one moment."""
 
-    Attributes:
-        rows: Components, the largest first.
-        limit_bytes: The stated limit, None without one.
-        held_bytes: Memory that the arena holds for the components, tails of pages included.
-        held_bytes_peak: Peak of `held_bytes`.
-        resident_bytes: The process's resident memory now.
-        resident_bytes_peak: Peak of the resident memory.
-        drive: Counters of the store; empty without one.
-        unregistered_bytes: Held memory that should be registered with the device and is not.
-        wear: Bytes that all ranks of this machine wrote; None without a store.
-        volumes: Traffic and latency of each volume; empty without a store.
-        drives: The wear of the drives below the volumes, from their SMART data; empty without any.
-        heap: The allocator behind malloc and its settings; empty if it was not examined.
-        device_bytes_peak: Peak device memory allocated by torch; None if the device is the CPU.
-        activations: Saved activations; None if they stay on the device.
-        machine: Name of the rank's machine.
-    """
-
-    rows: Sequence[LedgerRow]
-    limit_bytes: int | None
-    held_bytes: int
+    rows: Sequence[LedgerRow]  # components, the largest first
+    limit_bytes: int | None  # the stated limit, None without one
+    held_bytes: int  # memory that the arena holds for the components, tails of pages included
     held_bytes_peak: int
-    resident_bytes: int
+    resident_bytes: int  # the process's resident memory now
     resident_bytes_peak: int
-    drive: Mapping[str, int | float]
-    unregistered_bytes: int = 0
-    wear: Wear | None = None
+    drive: Mapping[str, int | float]  # counters of the store; empty without one
+    unregistered_bytes: int = 0  # held memory that should be registered with the device and is not
+    wear: Wear | None = None  # bytes that all ranks of this machine wrote; None without a store
+    #: Traffic and latency of each volume; empty without a store.
     volumes: Sequence[VolumeTraffic] = ()
+    #: The wear of the drives below the volumes, from their SMART data; empty without any.
     drives: Sequence[DriveWear] = ()
-    heap: str = ""
+    heap: str = ""  # the allocator behind malloc and its settings; empty if it was not examined
+    #: Peak device memory allocated by torch; None if the device is the CPU.
     device_bytes_peak: int | None = None
+    #: Saved activations; None if they stay on the device.
     activations: ActivationTraffic | None = None
-    machine: str = ""
+    machine: str = ""  # name of the rank's machine
 
     @property
     def planned_bytes(self) -> int:

@@ -37,23 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The counters of one rank at one moment; all but memory are totals since the start.
+    """The counters of one rank at one moment; all but memory are totals since the start."""
 
-    Attributes:
-        components: Live host bytes by component.
-        read_bytes: Bytes that the drives read.
-        written_bytes: Bytes that the drives wrote.
-        drive_wait_s: Seconds that training waited for the drives.
-        device_wait_s: Seconds that threads of ours waited for the device.
-        optimizer_wait_s: Seconds that training waited for background optimizer steps.
-    """
-
-    components: Mapping[str, int] = field(default_factory=dict)
-    read_bytes: int = 0
-    written_bytes: int = 0
-    drive_wait_s: float = 0.0
-    device_wait_s: float = 0.0
-    optimizer_wait_s: float = 0.0
+    components: Mapping[str, int] = field(default_factory=dict)  # live host bytes by component
+    read_bytes: int = 0  # bytes that the drives read
+    written_bytes: int = 0  # bytes that the drives wrote
+    drive_wait_s: float = 0.0  # seconds that training waited for the drives
+    device_wait_s: float = 0.0  # seconds that threads of ours waited for the device
+    optimizer_wait_s: float = 0.0  # seconds that training waited for background optimizer steps
 
 
 def measures_of(
@@ -83,29 +74,19 @@ def measures_of(
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The end of a phase.
+    """The end of a phase."""
 
-    Attributes:
-        time_s: Seconds on the clock that all processes of a machine share.
-        phase: The phase that ended: one of PHASES, or SETUP.
-        measures: The counters at that moment.
-    """
-
-    time_s: float
-    phase: str
-    measures: Measures
+    time_s: float  # seconds on the clock that all processes of a machine share
+    phase: str  # the phase that ended: one of PHASES, or SETUP
+    measures: Measures  # the counters at that moment
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The trace of one model, as read from its file.
+    """The trace of one model, as read from its file."""
 
-    Attributes:
-        marks: The ends of phases, in their order.
-        ledger: The account at the end of the run, as `Ledger.as_dict`; empty if the run was killed.
-    """
-
-    marks: Sequence[Mark] = ()
+    marks: Sequence[Mark] = ()  # the ends of phases, in their order
+    #: The account at the end of the run, as `Ledger.as_dict`; empty if the run was killed.
     ledger: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -120,13 +101,7 @@ class Trace:
     def __init__(
         self, folder: Path, read: Callable[[], Measures], clock: Callable[[], float] = monotonic
     ) -> None:
-        """Create the file and write the first mark.
-
-        Args:
-            folder: Folder of the file; it exists already.
-            read: Returns the counters.
-            clock: Returns seconds.
-        """
+        """Create the file in an existing folder, and write the first mark."""
         self._read, self._clock = read, clock
         self._rest = SETUP  # the phase that the next mark ends
         self._components: Mapping[str, int] | None = None

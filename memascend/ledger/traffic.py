@@ -12,18 +12,10 @@ from memascend.base.units import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Latency of requests, from their issue to their completion, in seconds.
+    """Latency of requests, from their issue to their completion, in seconds."""
 
-    Attributes:
-        count: Number of requests.
-        p50_s: Median; this and the next two are at most a quarter too large.
-        p99_s: 99th percentile.
-        p999_s: 99.9th percentile.
-        longest_s: Maximum.
-    """
-
-    count: int
-    p50_s: float
+    count: int  # number of requests
+    p50_s: float  # median; this and the next two are at most a quarter too large
     p99_s: float
     p999_s: float
     longest_s: float
@@ -35,21 +27,13 @@ class Latency:
 
 @dataclass(slots=True)
 class ActivationTraffic:
-    """Saved activations, since the start.
+    """Saved activations, since the start."""
 
-    Attributes:
-        count: Number of storages.
-        saved_bytes: Bytes of all of them.
-        written_bytes: Bytes written to the drive.
-        read_bytes: Bytes read from the drive.
-        device_bytes_peak: Peak of their bytes on the device: waiting, prefetched, or in use.
-    """
-
-    count: int = 0
-    saved_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    device_bytes_peak: int = 0
+    count: int = 0  # number of storages
+    saved_bytes: int = 0  # bytes of all of them
+    written_bytes: int = 0  # bytes written to the drive
+    read_bytes: int = 0  # bytes read from the drive
+    device_bytes_peak: int = 0  # peak of their bytes on the device: waiting, prefetched, or in use
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -63,25 +47,15 @@ class ActivationTraffic:
 
 @dataclass(frozen=True, slots=True)
 class VolumeTraffic:
-    """One volume of one rank, since the start.
+    """One volume of one rank, since the start."""
 
-    Attributes:
-        path: Its directory or device.
-        bytes_read: Bytes that the drive read, in whole blocks.
-        bytes_written: Bytes that the drive wrote, in whole blocks.
-        busy_s: Seconds with requests in flight.
-        reads: Latency of read requests.
-        writes: Latency of write requests.
-        needed: Latency of the requests that training waited for.
-    """
-
-    path: str
-    bytes_read: int
-    bytes_written: int
-    busy_s: float
-    reads: Latency
-    writes: Latency
-    needed: Latency
+    path: str  # its directory or device
+    bytes_read: int  # bytes that the drive read, in whole blocks
+    bytes_written: int  # bytes that the drive wrote, in whole blocks
+    busy_s: float  # seconds with requests in flight
+    reads: Latency  # latency of read requests
+    writes: Latency  # latency of write requests
+    needed: Latency  # latency of the requests that training waited for
 
     def describe(self) -> str:
         """Return one line for the log."""

@@ -17,23 +17,15 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """The account at one moment.
+    """The account at one moment."""
 
-    Attributes:
-        written_bytes: Bytes written by all ranks of this machine, which are taken to be alike.
-        step_bytes: Mean of the bytes of one optimizer step; excludes writing the initial model.
-        steps: Optimizer steps so far.
-        seconds: Seconds since the first step ended.
-        endurance_bytes: Stated bytes that the drives may still be written; None if not stated.
-        budget_bytes: Bytes that this run may write; None without a budget.
-    """
-
-    written_bytes: int
-    step_bytes: int
-    steps: int
-    seconds: float
+    written_bytes: int  # bytes written by all ranks of this machine, which are taken to be alike
+    step_bytes: int  # mean of the bytes of one optimizer step; excludes writing the initial model
+    steps: int  # optimizer steps so far
+    seconds: float  # seconds since the first step ended
+    #: Stated bytes that the drives may still be written; None if not stated.
     endurance_bytes: int | None = None
-    budget_bytes: int | None = None
+    budget_bytes: int | None = None  # bytes that this run may write; None without a budget
 
     @property
     def endurance_share(self) -> float | None:
@@ -80,14 +72,6 @@ class WearMeter:
         ranks: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Begin with no steps.
-
-        Args:
-            endurance_bytes: Bytes that the drives may still be written.
-            budget_bytes: Bytes that this run may write.
-            ranks: Number of ranks that write to the same drives.
-            clock: Returns seconds.
-        """
         self._endurance_bytes, self._budget_bytes = endurance_bytes, budget_bytes
         self._ranks, self._clock = ranks, clock
         self._steps = 0
@@ -98,14 +82,7 @@ class WearMeter:
         self._is_reported = False
 
     def note_step(self, written_bytes: int) -> Wear | None:
-        """Count an optimizer step.
-
-        Args:
-            written_bytes: Bytes written by this rank since it began.
-
-        Returns:
-            The account when the budget is first exceeded, else None.
-        """
+        """Count a step of this rank; return the account when the budget is first exceeded."""
         self._steps += 1
         if self._steps == 1:
             self._first_ended = self._clock(), written_bytes

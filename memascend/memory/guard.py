@@ -18,19 +18,15 @@ class Guard:
     """The right to call the objects that share a lock: the thread that holds the lock has it."""
 
     def __init__(self, lock: Any) -> None:
-        """Begin to check.
+        """Begin to check a `threading.RLock`.
 
-        Args:
-            lock: A `threading.RLock`. It is entered as it is: Ctrl-C between an `__enter__` in
-                Python and the block of its `with` would leave it locked.
+        It is entered as it is: Ctrl-C between an `__enter__` in Python and the block of its `with`
+        would leave it locked.
         """
         self._is_held: Callable[[], bool] = lock._is_owned
 
     def expect_held(self, call: str) -> None:
-        """Check that the calling thread holds the lock.
-
-        Args:
-            call: The call that needs it, for the error.
+        """Check that the calling thread holds the lock, which `call` needs.
 
         Raises:
             AssertionError: It does not.

@@ -12,13 +12,7 @@ BUSY_SHARE_HIGH = 0.8
 
 
 def describe_bottleneck(times: StepTimes, rates: Sequence[VolumeRate], *, step_count: int) -> str:
-    """Return the measurements and their meaning, as one line.
-
-    Args:
-        times: Mean times of a step.
-        rates: The rates of each volume over the same steps, at least one.
-        step_count: Number of these steps.
-    """
+    """Return the mean times and the rates over the same steps, and their meaning, as one line."""
     busiest = max(rates, key=lambda rate: rate.busy)
     text = (
         f"over {step_count} steps of {times.total:.2f} s {busiest.path} was busy for "

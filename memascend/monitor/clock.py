@@ -19,21 +19,15 @@ STEPS_AVERAGED = 20
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The seconds of one step, or the mean over several.
+    """The seconds of one step, or the mean over several."""
 
-    Attributes:
-        forward: Time in the model's forward passes.
-        backward: Time from the end of a forward pass to the engine's step.
-        optimizer: Time in the engine's step.
-        other: Remaining time since the end of the last step: data, logs, evaluation, checkpoints.
-        waited: Time that training and the activation thread waited for the drives. Excludes a
-            background optimizer step.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    optimizer: float = 0.0
+    forward: float = 0.0  # time in the model's forward passes
+    backward: float = 0.0  # time from the end of a forward pass to the engine's step
+    optimizer: float = 0.0  # time in the engine's step
+    #: Remaining time since the end of the last step: data, logs, evaluation, checkpoints.
     other: float = 0.0
+    #: Time that training and the activation thread waited for the drives. Excludes a background
+    #: optimizer step.
     waited: float = 0.0
 
     @property
@@ -80,12 +74,9 @@ class StepClock:
         )
 
     def begin_forward(self, *, after_backward: bool, waited: float) -> None:
-        """Note that a forward pass begins.
+        """Note that a forward pass begins, and the seconds that training waited so far.
 
-        Args:
-            after_backward: True if a backward pass has run since the last forward pass. If not, the
-                time since then counts as other.
-            waited: Seconds so far that training waited for the drives.
+        Without a backward pass since the last forward pass the time since then counts as other.
         """
         if not self._has_begun:  # exclude the time before the first step
             self._has_begun = True
@@ -101,12 +92,7 @@ class StepClock:
         self._enter(OPTIMIZER)
 
     def end_step(self, *, is_boundary: bool, waited: float) -> None:
-        """Note the end of the engine's step.
-
-        Args:
-            is_boundary: True if the optimizer stepped, False between micro-batches.
-            waited: Seconds so far that training waited for the drives.
-        """
+        """Note the end of the engine's step; at a boundary the optimizer stepped."""
         self._enter(OTHER)
         if not is_boundary:
             return

@@ -144,12 +144,7 @@ _MEASURES = tuple(
             "Samples per second of this rank.",
             _one(lambda status: status.samples_per_second),
         ),
-        (
-            "host_memory_bytes",
-            "gauge",
-            "Host memory by component.",
-            _of_components("live_bytes"),
-        ),
+        ("host_memory_bytes", "gauge", "Host memory by component.", _of_components("live_bytes")),
         (
             "host_memory_peak_bytes",
             "gauge",

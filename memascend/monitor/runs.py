@@ -27,19 +27,12 @@ _RANK_FILE = re.compile(r"rank-\d+\.json")
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The status of one rank, or the reason why there is none.
-
-    Attributes:
-        path: The rank's file.
-        status: None if it cannot be read.
-        is_alive: True if the rank's process runs; None if this machine cannot know.
-        problem: The reason why there is no status.
-    """
+    """The status of one rank, or the reason why there is none."""
 
     path: Path
-    status: Status | None
-    is_alive: bool | None
-    problem: str = ""
+    status: Status | None  # None if it cannot be read
+    is_alive: bool | None  # True if the rank's process runs; None if this machine cannot know
+    problem: str = ""  # the reason why there is no status
 
     @property
     def has_ended(self) -> bool:
@@ -53,12 +46,7 @@ def default_root() -> Path:
 
 
 def run_name(milliseconds: int, pid: int) -> str:
-    """Return the name of a run; names sort by the time at which the runs began.
-
-    Args:
-        milliseconds: Time at which the run began, since 1970.
-        pid: Process number of rank 0.
-    """
+    """Return the name of a run, from the begin and the process of rank 0; names sort by time."""
     began = datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
     return f"{began:%Y%m%dT%H%M%S}.{milliseconds % 1000:03d}-{pid}"
 
@@ -71,11 +59,8 @@ def rank_path(root: Path, run: str, rank: int) -> Path:
 def make_run(root: Path, run: str, *, is_shared: bool) -> None:
     """Create the folder of a run, and remove old runs.
 
-    Args:
-        root: Folder of runs.
-        run: Name of the run.
-        is_shared: True if the user named the root: other users may read it. The default root in
-            /tmp belongs to this user alone, since every user can write to /tmp.
+    A root that the user named may be shared: other users may read it. The default root in /tmp
+    belongs to this user alone, since every user can write to /tmp.
 
     Raises:
         OSError: The folder cannot be created, or another user created it first.

@@ -25,64 +25,38 @@ FINISHED = "finished"
 
 @dataclass(frozen=True, slots=True)
 class VolumeRate:
-    """The recent traffic of one volume.
+    """The recent traffic of one volume."""
 
-    Attributes:
-        path: Its directory or device.
-        read: Bytes read per second.
-        written: Bytes written per second.
-        busy: Part of the time with requests in flight.
-    """
-
-    path: str
-    read: float
-    written: float
-    busy: float
+    path: str  # its directory or device
+    read: float  # bytes read per second
+    written: float  # bytes written per second
+    busy: float  # part of the time with requests in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One rank at one moment.
+    """One rank at one moment."""
 
-    Attributes:
-        program: Name of the training program.
-        run: Name of the run, the same on every rank.
-        rank: Number of the rank.
-        world_size: Number of ranks.
-        process: The process that wrote this.
-        started_at: Time at which the rank was ready to train, in seconds since 1970.
-        written_at: Time of this status, in seconds since 1970.
-        phase: Phase of the step, or "finished".
-        phase_seconds: Seconds since the phase began.
-        step: Optimizer steps so far, those before a resume included.
-        steps_total: Steps of the learning-rate schedule; None if it has no end.
-        last: Times of the last step; None before the first.
-        mean: Mean times of the last steps.
-        samples_per_second: Rate of this rank; the sum over the ranks is the rate of the run.
-        tokens_per_second: The same in tokens, padding included; None if the model gets no tokens.
-        rates: Rates of each volume since the last status.
-        ledger: The account of memory and traffic.
-        version: Version of the document; other versions are refused.
-    """
-
-    program: str
-    run: str
+    program: str  # name of the training program
+    run: str  # name of the run, the same on every rank
     rank: int
     world_size: int
-    process: ProcessIdentity
-    started_at: float
-    written_at: float
-    phase: str
-    phase_seconds: float
-    step: int
-    steps_total: int | None
-    last: StepTimes | None
-    mean: StepTimes | None
+    process: ProcessIdentity  # the process that wrote this
+    started_at: float  # time at which the rank was ready to train, in seconds since 1970
+    written_at: float  # time of this status, in seconds since 1970
+    phase: str  # phase of the step, or "finished"
+    phase_seconds: float  # seconds since the phase began
+    step: int  # optimizer steps so far, those before a resume included
+    steps_total: int | None  # steps of the learning-rate schedule; None if it has no end
+    last: StepTimes | None  # times of the last step; None before the first
+    mean: StepTimes | None  # mean times of the last steps
+    #: Rate of this rank; the sum over the ranks is the rate of the run.
     samples_per_second: float | None
+    #: The same in tokens, padding included; None if the model gets no tokens.
     tokens_per_second: float | None
-    rates: Sequence[VolumeRate]
+    rates: Sequence[VolumeRate]  # rates of each volume since the last status
     ledger: Ledger
-    version: Literal[1] = 1
+    version: Literal[1] = 1  # version of the document; other versions are refused
 
     @property
     def is_finished(self) -> bool:

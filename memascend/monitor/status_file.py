@@ -30,23 +30,14 @@ INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank's status.
+    """The place of a rank's status."""
 
-    Attributes:
-        root: Folder of runs.
-        is_shared: True if the user named the root.
-        run: Name of the run.
-        rank: Number of the rank.
-        world_size: Number of ranks.
-        program: Name of the training program.
-    """
-
-    root: Path
-    is_shared: bool
+    root: Path  # folder of runs
+    is_shared: bool  # True if the user named the root
     run: str
     rank: int
     world_size: int
-    program: str
+    program: str  # name of the training program
 
     @property
     def path(self) -> Path:
@@ -56,17 +47,11 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of training.
+    """The progress of training."""
 
-    Attributes:
-        step: Optimizer steps so far.
-        steps_total: Steps of the learning-rate schedule; None if it has no end.
-        samples: Samples of this rank in one step.
-    """
-
-    step: int = 0
-    steps_total: int | None = None
-    samples: float = 0.0
+    step: int = 0  # optimizer steps so far
+    steps_total: int | None = None  # steps of the learning-rate schedule; None if it has no end
+    samples: float = 0.0  # samples of this rank in one step
 
 
 class StatusFile:
@@ -80,14 +65,6 @@ class StatusFile:
         read_drive: Callable[[], Mapping[str, int | float]] = dict,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Begin without a file.
-
-        Args:
-            place: The place of the file.
-            read_ledger: Returns the account.
-            read_drive: Returns the counters of the store; empty without one.
-            clock: Returns seconds.
-        """
         self.place, self._read_ledger, self._read_drive = place, read_ledger, read_drive
         self._clock, self._steps = clock, StepClock(clock)
         self._progress = Progress()
@@ -104,12 +81,7 @@ class StatusFile:
         self._is_begun = self._has_folder = self._has_failed = False
 
     def begin_forward(self, *, after_backward: bool, count_tokens: Callable[[], int]) -> None:
-        """Note that a forward pass begins.
-
-        Args:
-            after_backward: True if a backward pass has run since the last forward pass.
-            count_tokens: Returns the number of tokens of this forward pass.
-        """
+        """Note that a forward pass begins, and whether backward has run since the last one."""
 
         def note() -> None:
             drive = self._read_drive()
@@ -132,11 +104,7 @@ class StatusFile:
         self._write_if_due()
 
     def end_step(self, read_progress: Callable[[], Progress] | None) -> None:
-        """Note the end of the engine's step.
-
-        Args:
-            read_progress: Returns the progress of training; None between micro-batches.
-        """
+        """Note the end of the engine's step; there is no progress between micro-batches."""
 
         def note() -> None:
             drive = self._read_drive()

@@ -46,12 +46,7 @@ class ResidentStore(TensorIO):
     """
 
     def __init__(self, store: TensorStore, *, stream_of: Callable[[str], str | None]) -> None:
-        """Take no memory yet.
-
-        Args:
-            store: The store for everything else. Belongs to this object.
-            stream_of: Returns the stream of a key, None for a key that never stays in memory.
-        """
+        """Take no memory yet. The store is this object's own and has all keys without a stream."""
         self._store = store
         self._stream_of = stream_of
         self._blocks: dict[str, Segment] = {}
@@ -72,14 +67,9 @@ class ResidentStore(TensorIO):
         return {stream: block.memory.numel() for stream, block in self._blocks.items()}
 
     def grant(self, nbytes: Mapping[str, int], *, memory: HostMemory, component: str) -> None:
-        """Take memory for each stream, and move keys that are already on the drive into it.
+        """Take whole pages for each stream, and move keys that are already on the drive into them.
 
         Nothing may be in flight on keys of these streams. An earlier grant is revoked.
-
-        Args:
-            nbytes: Bytes by stream, rounded up to whole pages.
-            memory: Source of one block per stream.
-            component: Name in the ledger.
 
         Raises:
             HostMemoryError: There is not enough memory.
@@ -115,14 +105,8 @@ class ResidentStore(TensorIO):
 
         The old contents of `key` are discarded. `over` keeps its contents; it moves to the drive if
         the memory is too small for both. Does nothing if `over` has no memory, or no more of it
-        than `key`.
-
-        Args:
-            key: Key to give memory to.
-            nbytes: Size of `key`.
-            over: Key to take the memory from.
-            before: Called before any change. After it the store must know of every transfer on both
-                keys.
+        than `key`. `before` is called before any change; after it the store must know of every
+        transfer on both keys.
 
         Raises:
             StoreError: The drive failed.

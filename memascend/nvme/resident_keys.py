@@ -17,21 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class ResidentKey:
-    """A key whose head is in memory; a key that is in memory as a whole is not on the drive.
+    """A key whose head is in memory; a key that is in memory as a whole is not on the drive."""
 
-    Attributes:
-        stream: The stream whose block it is in.
-        nbytes: Size of the key.
-        begin: Offset of the head in that block.
-        head: The bytes in memory, as uint8.
-        is_lent: True while the head is read in place, so that it must not be written.
-    """
-
-    stream: str
-    nbytes: int
-    begin: int
-    head: torch.Tensor
-    is_lent: bool = False
+    stream: str  # the stream whose block it is in
+    nbytes: int  # size of the key
+    begin: int  # offset of the head in that block
+    head: torch.Tensor  # the bytes in memory, as uint8
+    is_lent: bool = False  # True while the head is read in place, so that it must not be written
 
     @property
     def head_bytes(self) -> int:

@@ -225,11 +225,7 @@ def _end_patience(found: weakref.ref[_core.Store]) -> None:
 
 
 def describe_recovery(folder: str | None) -> str:
-    """Return advice for a message about wrong data on a drive.
-
-    Args:
-        folder: Folder of the last complete checkpoint; None if there is none.
-    """
+    """Return advice for a message about wrong data on a drive; `folder` is the last checkpoint."""
     if folder is None:
         return (
             "then start the run again: no checkpoint is at hand, since this run has neither saved "
@@ -244,15 +240,7 @@ def describe_recovery(folder: str | None) -> str:
 
 
 def volume_error(path: str, verb: str, code: int, *, cause: str = "", fix: str = "") -> StoreError:
-    """Return the error for a volume that cannot be used.
-
-    Args:
-        path: Path of the volume.
-        verb: The attempted action, as a verb.
-        code: The errno.
-        cause: Likely cause; empty: derived from the errno.
-        fix: Remedy; empty: derived from the errno.
-    """
+    """Return the error for a volume; an empty cause or fix is derived from the errno."""
     advice = _core.describe_cause(code=code)
     if cause or code not in DRIVE_CODES:
         cause = cause or "memascend.volumes or nvme_path is misspelt, not mounted, or not yours"

@@ -63,19 +63,11 @@ def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
 
 
 def advise_pinning(
-    shapes: ModelShapes,
-    plan: Plan,
-    settings: DeepSpeedSettings,
-    *,
-    locks_for_nothing: bool = False,
+    shapes: ModelShapes, plan: Plan, settings: DeepSpeedSettings, *, locks_for_nothing: bool = False
 ) -> str:
     """Return a line about memory settings that have no effect; empty if none are stated.
 
-    Args:
-        shapes: The model.
-        plan: The plan of the run.
-        settings: The DeepSpeed JSON.
-        locks_for_nothing: Whether `pin_memory` locks memory that no device copies from.
+    With `locks_for_nothing` no device copies from the memory that `pin_memory` locks.
     """
     account = stock(shapes, request=plan.request, settings=settings).host
     idle, idle_bytes, pinned = [], 0, []

@@ -65,19 +65,12 @@ ACTIVATIONS = "activations"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to train: which activations are saved, and where.
-
-    Attributes:
-        title: Its name in output.
-        has_memascend: Whether memascend runs; else stock DeepSpeed.
-        has_checkpoints: Whether each layer saves only its input, and is recomputed in backward.
-        place: "device", "host" or "drive".
-    """
+    """A way to train: which activations are saved, and where."""
 
     title: str
-    has_memascend: bool
-    has_checkpoints: bool
-    place: str
+    has_memascend: bool  # whether memascend runs; else stock DeepSpeed
+    has_checkpoints: bool  # whether each layer saves only its input, and is recomputed in backward
+    place: str  # "device", "host" or "drive"
 
 
 STOCK_ALL = Way(
@@ -103,18 +96,13 @@ _ZERO = ZeroOptimization()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """The keys of the DeepSpeed JSON that device memory depends on, with DeepSpeed's defaults.
-
-    Attributes:
-        bucket_numel: reduce_bucket_size.
-        has_bucket: contiguous_gradients: whether the bucket has memory of its own.
-        prefetch_numel: stage3_prefetch_bucket_size.
-        live_numel: stage3_max_live_parameters, which bounds only prefetching.
-    """
+    """The keys of the DeepSpeed JSON that device memory depends on, with DeepSpeed's defaults."""
 
     bucket_numel: int = _ZERO.reduce_bucket_size
+    #: contiguous_gradients: whether the bucket has memory of its own.
     has_bucket: bool = _ZERO.contiguous_gradients
     prefetch_numel: int = _ZERO.stage3_prefetch_bucket_size
+    #: stage3_max_live_parameters, which bounds only prefetching.
     live_numel: int = _ZERO.stage3_max_live_parameters
 
     @classmethod
@@ -135,25 +123,15 @@ class DeviceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextPlan:
-    """Bytes of one rank, for one way to train and one number of tokens.
-
-    Attributes:
-        way: The way.
-        tokens: Tokens of one micro-step: context times batch.
-        device: Lasting device memory, by component.
-        moments: Temporary device memory, by moment.
-        host_bytes: Peak host memory, HOST_RESERVE_BYTES included.
-        host_activation_bytes: Host memory of saved activations.
-        drive_bytes: Saved activations on the drive: written and read once in each micro-step.
-    """
+    """Bytes of one rank, for one way to train and one number of tokens."""
 
     way: Way
-    tokens: int
-    device: Mapping[str, int]
-    moments: Mapping[str, int]
-    host_bytes: int
-    host_activation_bytes: int
-    drive_bytes: int
+    tokens: int  # tokens of one micro-step: context times batch
+    device: Mapping[str, int]  # lasting device memory, by component
+    moments: Mapping[str, int]  # temporary device memory, by moment
+    host_bytes: int  # peak host memory, HOST_RESERVE_BYTES included
+    host_activation_bytes: int  # host memory of saved activations
+    drive_bytes: int  # saved activations on the drive: written and read once in each micro-step
 
     @property
     def device_bytes(self) -> int:
@@ -163,26 +141,16 @@ class ContextPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All settings except the number of tokens.
+    """All settings except the number of tokens."""
 
-    Attributes:
-        shapes: Shapes of the model, from a config.json.
-        stock: Its account with stock DeepSpeed.
-        ours: Its plan with memascend, slots of activations included.
-        device: Settings that device memory depends on.
-        activations: The section `activations` of the block.
-        has_fused_loss: Whether logits are computed in chunks, and not saved.
-        has_tiled_mlp: Whether MLPs process their tokens in tiles.
-        rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does.
-    """
-
-    shapes: ModelShapes
-    stock: StockPlan
-    ours: Plan
-    device: DeviceSettings
-    activations: ActivationConfig
-    has_fused_loss: bool = False
-    has_tiled_mlp: bool = False
+    shapes: ModelShapes  # shapes of the model, from a config.json
+    stock: StockPlan  # its account with stock DeepSpeed
+    ours: Plan  # its plan with memascend, slots of activations included
+    device: DeviceSettings  # settings that device memory depends on
+    activations: ActivationConfig  # the section `activations` of the block
+    has_fused_loss: bool = False  # whether logits are computed in chunks, and not saved
+    has_tiled_mlp: bool = False  # whether MLPs process their tokens in tiles
+    #: Whether pinned memory is rounded up to a power of two, as torch does.
     rounds_pinned: bool = True
 
     @property
@@ -200,12 +168,9 @@ class Training:
         return self.ours.request.param_itemsize
 
     def plan(self, way: Way, tokens: int, *, device_bytes: int = 0) -> ContextPlan:
-        """Compute the bytes for a number of tokens.
+        """Compute the bytes for the tokens of one micro-step on this rank: context times batch.
 
-        Args:
-            way: One of WAYS.
-            tokens: Tokens of one micro-step on this rank: context times batch.
-            device_bytes: Total memory of the device; a share of it bounds released parameters.
+        A share of the device's total memory bounds released parameters.
         """
         widths = self.widths
         layer = layer_bytes(widths, self.itemsize, has_tiled_mlp=self.has_tiled_mlp)
@@ -284,15 +249,11 @@ class Training:
         return self.device.bucket_numel if self.device.has_bucket else 0
 
     def _gradient_bytes(self, way: Way, numel: int) -> int:
-        """Return device bytes used beside the bucket while gradients are reduced.
+        """Return device bytes beside the bucket while the largest gradient, of `numel`, is reduced.
 
         A gradient that fits goes into the bucket, and the full bucket is copied once to be
         scattered; a larger one is reduced in place. Stock then also has its partition on the device
         as read back from host memory, once more in fp32, and a piece of it in fp64.
-
-        Args:
-            way: Stock or memascend.
-            numel: Elements of the largest gradient.
         """
         fits = numel <= self.device.bucket_numel
         learning = sum(tensor.numel for tensor in self.shapes.trainable)
@@ -344,13 +305,7 @@ def widths_of(shapes: ModelShapes) -> Widths:
 
 
 def with_activations(footprint: Footprint, nbytes: int, micro_steps: int) -> Footprint:
-    """Return an account with the traffic of saved activations added.
-
-    Args:
-        footprint: The account without activations.
-        nbytes: Bytes of activations on the drive in one micro-step.
-        micro_steps: Micro-steps of one optimizer step.
-    """
+    """Return an account with the traffic of activations added: `nbytes` in each micro-step."""
     moved = nbytes * micro_steps
     return dataclasses.replace(
         footprint,

@@ -13,24 +13,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from memascend.base.components import (
-    CHECKSUMS,
-    PARAMETER_SLOTS,
-    PARAMETERS_IN_CPU,
-    RESIDENT_CACHE,
-)
+from memascend.base.components import CHECKSUMS, PARAMETER_SLOTS, PARAMETERS_IN_CPU, RESIDENT_CACHE
 from memascend.base.sizes import BOUNCE_BYTES, LEFT_ONE_OF
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import Footprint
-from memascend.plan.knobs import (
-    Knobs,
-    LimitTooSmallError,
-    choose_knobs,
-    spare_count,
-)
+from memascend.plan.knobs import Knobs, LimitTooSmallError, choose_knobs, spare_count
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -49,39 +39,24 @@ class Plan(Footprint):
     """The knobs and bytes that one rank will reserve and move.
 
     `host_initialization` and `host_step` are empty: memascend takes no temporary host memory.
-
-    Attributes:
-        model: Name of the model, for messages.
-        request: The request that it was derived from.
-        limit_bytes: The limit it was derived under, None without one.
-        bounce_bytes: Size of the block for unaligned heads and tails.
-        staging_slot_count: Slots that gradients and large parameters pass through.
-        staging_slot_bytes: Bytes of each.
-        tile_numel: Elements of one tile, 0 when the optimizer is not on the drive.
-        tile_count: Tiles in flight.
-        is_tiled: False when a tile is a whole sub-group because the optimizer requires it.
-        parameter_slots_bytes: Budget of all parameter slots, read-ahead included.
-        prefetch_bytes: The part of that budget that read-ahead may fill.
-        slot_bytes_max: Larger shards pass through the staging slots in chunks.
-        backward_parameters_bytes: Bytes of parameters that a backward pass reads.
-        resident: By stream, the bytes that stay in host memory instead of on the drive.
-        not_ours: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     """
 
-    model: str
-    request: PlanRequest
-    limit_bytes: int | None
-    bounce_bytes: int
-    staging_slot_count: int
-    staging_slot_bytes: int
-    tile_numel: int
-    tile_count: int
-    is_tiled: bool
-    parameter_slots_bytes: int
-    prefetch_bytes: int
-    slot_bytes_max: int
-    backward_parameters_bytes: int
+    model: str  # name of the model, for messages
+    request: PlanRequest  # the request that it was derived from
+    limit_bytes: int | None  # the limit it was derived under, None without one
+    bounce_bytes: int  # size of the block for unaligned heads and tails
+    staging_slot_count: int  # slots that gradients and large parameters pass through
+    staging_slot_bytes: int  # bytes of each
+    tile_numel: int  # elements of one tile, 0 when the optimizer is not on the drive
+    tile_count: int  # tiles in flight
+    is_tiled: bool  # False when a tile is a whole sub-group because the optimizer requires it
+    parameter_slots_bytes: int  # budget of all parameter slots, read-ahead included
+    prefetch_bytes: int  # the part of that budget that read-ahead may fill
+    slot_bytes_max: int  # larger shards pass through the staging slots in chunks
+    backward_parameters_bytes: int  # bytes of parameters that a backward pass reads
+    #: By stream, the bytes that stay in host memory instead of on the drive.
     resident: Mapping[str, int] = field(default_factory=dict)
+    #: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     not_ours: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -103,11 +78,8 @@ class Plan(Footprint):
 def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None = None) -> Plan:
     """Choose every knob and count every byte.
 
-    Args:
-        shapes: The model.
-        request: Ranks, precisions, optimizer, devices, and the knobs the user fixed.
-        limit_bytes: Host bytes for all components of one rank together; None: the defaults, with
-            no resident cache.
+    `limit_bytes` is for the host memory of all components of one rank; None: the defaults, with no
+    resident cache.
 
     Raises:
         LimitTooSmallError: The limit is below the sum of the smallest knobs.
@@ -156,10 +128,6 @@ def default_limit(plan_default_bytes: int, *, available: int) -> int:
 
     It is the size of the default plan (no resident cache), but at most half of the available
     memory: the other half is for Python, torch, data loading and the page cache.
-
-    Args:
-        plan_default_bytes: `host_bytes` of a plan derived without a limit.
-        available: Bytes available to this process, from `memory_available`.
     """
     return min(plan_default_bytes, int(available * DEFAULT_SHARE))
 

@@ -18,15 +18,10 @@ DEVICE, HOST = "device memory", "host memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory for one rank.
-
-    Attributes:
-        device_bytes: Device memory.
-        host_bytes: Host memory; None: unlimited.
-    """
+    """Memory for one rank."""
 
     device_bytes: int
-    host_bytes: int | None = None
+    host_bytes: int | None = None  # host memory; None: unlimited
 
     def short(self, plan: ContextPlan) -> dict[str, int]:
         """Return the missing bytes by kind of memory; empty if the plan fits."""
@@ -38,27 +33,18 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The largest number of tokens that fits, for one way to train.
-
-    Attributes:
-        way: The way.
-        count: Units of tokens that fit; 0: not even one.
-        limits: Missing bytes for one unit more, by kind of memory.
-    """
+    """The largest number of tokens that fits, for one way to train."""
 
     way: Way
-    count: int
+    count: int  # units of tokens that fit; 0: not even one
+    #: Missing bytes for one unit more, by kind of memory.
     limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def fit(training: Training, way: Way, *, room: Room, unit_tokens: int) -> Fit:
     """Find the largest multiple of a number of tokens that fits.
 
-    Args:
-        training: The model and its training settings.
-        way: One of context.WAYS.
-        room: The available memory.
-        unit_tokens: The batch for the longest context; the context for the largest batch.
+    The unit is the batch for the longest context, and the context for the largest batch.
     """
 
     def short(count: int) -> dict[str, int]:

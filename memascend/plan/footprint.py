@@ -13,28 +13,19 @@ from memascend.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank, by name; for memascend and for stock.
+    """Bytes of one rank, by name; for memascend and for stock."""
 
-    Attributes:
-        host: Host memory throughout training, by component.
-        host_initialization: Temporary host memory during start, on top of `host`.
-        host_step: Temporary host memory in a step, on top of `host`.
-        drive: Bytes stored on the drive, by stream.
-        read_bytes: Bytes read from the drive in one optimizer step, by stream.
-        written_bytes: Bytes written to it.
-        passes_read_bytes: The part of the read bytes in the forward and backward passes; the
-            optimizer reads the rest.
-        passes_written_bytes: The same for written bytes.
-    """
-
-    host: Mapping[str, int]
+    host: Mapping[str, int]  # host memory throughout training, by component
+    #: Temporary host memory during start, on top of `host`.
     host_initialization: Mapping[str, int] = field(default_factory=dict)
+    #: Temporary host memory in a step, on top of `host`.
     host_step: Mapping[str, int] = field(default_factory=dict)
-    drive: Mapping[str, int]
-    read_bytes: Mapping[str, int]
-    written_bytes: Mapping[str, int]
+    drive: Mapping[str, int]  # bytes stored on the drive, by stream
+    read_bytes: Mapping[str, int]  # bytes read from the drive in one optimizer step, by stream
+    written_bytes: Mapping[str, int]  # bytes written to it
+    #: The part of the read bytes in the forward and backward passes; the optimizer reads the rest.
     passes_read_bytes: int
-    passes_written_bytes: int
+    passes_written_bytes: int  # the same for written bytes
 
     @property
     def host_bytes(self) -> int:
@@ -64,14 +55,9 @@ class Footprint:
     def step_seconds(self, *, read_gb_s: float, write_gb_s: float, ranks: int = 1) -> float:
         """Return the drive time of one optimizer step in seconds, without compute.
 
-        All planned bytes are moved; parameters found in a slot reduce it. Reads and writes are
-        assumed to overlap fully, but passes and optimizer are not: the optimizer starts after the
-        last gradient has arrived.
-
-        Args:
-            read_gb_s: Read bandwidth of the drive, in 10^9 bytes per second.
-            write_gb_s: Its write bandwidth.
-            ranks: Number of ranks that share the drive.
+        Speeds are in 10^9 bytes per second; `ranks` share the drive. All planned bytes are moved;
+        parameters found in a slot reduce it. Reads and writes are assumed to overlap fully, but
+        passes and optimizer are not: the optimizer starts after the last gradient has arrived.
 
         Raises:
             ConfigError: A speed is not above zero.

@@ -82,27 +82,16 @@ class LimitTooSmallError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """The sizes that the plan chooses.
+    """The sizes that the plan chooses."""
 
-    Attributes:
-        prefetch_bytes: Bytes of parameter slots for read-ahead.
-        tile_numel: Elements of a tile, 0 without tiles.
-        tile_count: Tiles in flight.
-        staging_slot_count: Number of staging slots.
-        staging_slot_bytes: Bytes of each.
-        layer_bytes: Bytes of parameter slots for a layer in use, and for write-back.
-        slot_bytes: Bytes of the largest shard that takes a slot, if the budget permits.
-        checksum_bytes: Bytes of checksums for everything that may be on the drives.
-    """
-
-    prefetch_bytes: int
-    tile_numel: int
-    tile_count: int
+    prefetch_bytes: int  # bytes of parameter slots for read-ahead
+    tile_numel: int  # elements of a tile, 0 without tiles
+    tile_count: int  # tiles in flight
     staging_slot_count: int
     staging_slot_bytes: int
-    layer_bytes: int
-    slot_bytes: int
-    checksum_bytes: int = 0
+    layer_bytes: int  # bytes of parameter slots for a layer in use, and for write-back
+    slot_bytes: int  # bytes of the largest shard that takes a slot, if the budget permits
+    checksum_bytes: int = 0  # bytes of checksums for everything that may be on the drives
 
     def host(self, request: PlanRequest) -> dict[str, int]:
         """Return the bytes of each component except the cache."""
@@ -206,11 +195,7 @@ def tile_sizes(
 ) -> tuple[int, int]:
     """Return (elements of a tile, number of tiles) without a limit.
 
-    Args:
-        largest_numel: Elements of the largest sub-group on this rank.
-        numel: Elements of all sub-groups on this rank.
-        is_tiled: False if the optimizer needs whole sub-groups.
-        tile_bytes: Bytes of fp32 weights of a tile, if the user fixed them.
+    `largest_numel` counts the elements of this rank's largest sub-group, `numel` those of all.
     """
     largest_numel = _tile_step_up(largest_numel)
     if not is_tiled:

@@ -52,33 +52,19 @@ FUSED_LOSS_TENSORS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """The widths of a decoder.
-
-    Attributes:
-        layers: Number of layers.
-        hidden: Elements of a hidden state.
-        vocabulary: Elements of a token's logits.
-        heads: Heads of the queries.
-        kv_heads: Heads of the keys, and of the values.
-        head_dim: Elements of a head.
-        inner: Inner width of the MLP, or of one expert.
-        experts: Number of experts; 0 for a dense MLP.
-        experts_per_token: Experts that each token goes to.
-        has_qk_norm: Whether queries and keys are normalized.
-        is_gpt2: Whether norms, MLP and dropout are those of GPT-2.
-    """
+    """The widths of a decoder."""
 
     layers: int
-    hidden: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    experts: int = 0
-    experts_per_token: int = 1
-    has_qk_norm: bool = False
-    is_gpt2: bool = False
+    hidden: int  # elements of a hidden state
+    vocabulary: int  # elements of a token's logits
+    heads: int  # heads of the queries
+    kv_heads: int  # heads of the keys, and of the values
+    head_dim: int  # elements of a head
+    inner: int  # inner width of the MLP, or of one expert
+    experts: int = 0  # number of experts; 0 for a dense MLP
+    experts_per_token: int = 1  # experts that each token goes to
+    has_qk_norm: bool = False  # whether queries and keys are normalized
+    is_gpt2: bool = False  # whether norms, MLP and dropout are those of GPT-2
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Widths:
@@ -118,27 +104,16 @@ class Widths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes per token of one layer; all but `hidden` are estimates.
+    """Bytes per token of one layer; all but `hidden` are estimates."""
 
-    Attributes:
-        hidden: Its input, which is the checkpoint of the layer.
-        saved: All its saved activations.
-        largest: The largest saved tensor.
-        backward: Peak of its backward pass, remaining saved activations included.
-        gradients: Peak of its backward pass without saved activations.
-        tile: With a tiled MLP, bytes in backward per token of the current tile.
-        final_norm: Saved activations of the norm after the last layer.
-        final_norm_largest: The largest of these.
-    """
-
-    hidden: int
-    saved: int
-    largest: int
-    backward: int
-    gradients: int
-    tile: int
-    final_norm: int
-    final_norm_largest: int
+    hidden: int  # its input, which is the checkpoint of the layer
+    saved: int  # all its saved activations
+    largest: int  # the largest saved tensor
+    backward: int  # peak of its backward pass, remaining saved activations included
+    gradients: int  # peak of its backward pass without saved activations
+    tile: int  # with a tiled MLP, bytes in backward per token of the current tile
+    final_norm: int  # saved activations of the norm after the last layer
+    final_norm_largest: int  # the largest of these
 
 
 def layer_bytes(widths: Widths, itemsize: int, *, has_tiled_mlp: bool = False) -> LayerBytes:
@@ -146,13 +121,8 @@ def layer_bytes(widths: Widths, itemsize: int, *, has_tiled_mlp: bool = False) -
 
     The peak of its backward pass is in the MLP, with all saved activations and the gradients of the
     two widest tensors, of the input and of the output. If the MLP is narrow or tiled, the peak is
-    in the norm before it, which computes in fp32 after the MLP's part is freed.
-
-    Args:
-        widths: Widths of the model.
-        itemsize: Bytes of an element: 2 for bf16 and fp16.
-        has_tiled_mlp: Whether the MLP processes its tokens in tiles and is recomputed in backward,
-            so that it saves only its input.
+    in the norm before it, which computes in fp32 after the MLP's part is freed. A tiled MLP
+    processes its tokens in tiles and is recomputed in backward, so that it saves only its input.
     """
     hidden = itemsize * widths.hidden
     inner = itemsize * widths.inner * widths.experts_per_token

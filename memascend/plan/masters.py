@@ -44,13 +44,7 @@ def state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
 
 
 def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:
-    """Return the error for master weights in 16 bits that are not possible.
-
-    Args:
-        key: The option that asks for them.
-        found: The setting that conflicts.
-        remedy: The change that helps.
-    """
+    """Return the error for the option `key`: the setting that conflicts, and the remedy."""
     return ConfigError(
         f"{key} keeps master weights in 16 bits. Only streaming.optimizer steps these with the "
         f"same results as CPU offload: {found}. {remedy}, or leave {key} out"

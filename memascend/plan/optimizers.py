@@ -15,19 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerKind:
-    """Facts of one optimizer.
+    """Facts of one optimizer."""
 
-    Attributes:
-        states: Tensors of state per parameter.
-        options: Options that add one more tensor of state each when they are set.
-        is_elementwise: Whether it may be stepped in tiles.
-        start: Names of its initial states, each filled with one value; empty if the optimizer must
-            create them itself.
-    """
-
-    states: int
+    states: int  # tensors of state per parameter
+    #: Options that add one more tensor of state each when they are set.
     options: tuple[str, ...] = ()
-    is_elementwise: bool = True
+    is_elementwise: bool = True  # whether it may be stepped in tiles
+    #: Names of its initial states, each filled with one value; empty if the optimizer must create
+    #: them itself.
     start: tuple[str, ...] = ()
 
 
@@ -64,11 +59,6 @@ def kind_of(optimizer: str) -> OptimizerKind:
 
 
 def state_count_of(optimizer: str, options: Mapping[str, Any] | None = None) -> int:
-    """Return the number of state tensors that an optimizer keeps per parameter.
-
-    Args:
-        optimizer: Its name in the DeepSpeed JSON, or the name of its class.
-        options: Its parameters; momentum, amsgrad and centered may add a state.
-    """
+    """Return the number of state tensors per parameter; momentum and the like may add one."""
     kind = kind_of(optimizer)
     return kind.states + sum(bool((options or {}).get(option)) for option in kind.options)

@@ -38,61 +38,43 @@ class PlanRequest:
     """All inputs of the plan except the model.
 
     Dtypes have the names of ITEMSIZES.
-
-    Attributes:
-        world: Ranks that share the model.
-        gradient_accumulation_steps: Micro-steps of one optimizer step.
-        precision: Dtype of parameters.
-        arriving_dtype: Dtype of a gradient as it is reduced; None: that of parameters.
-        accumulation_dtype: Dtype of an accumulated gradient; None: that of parameters.
-        master_dtype: Dtype of master weights.
-        state_dtype: Dtype of each state.
-        optimizer: Its name in the DeepSpeed JSON, or the name of its class.
-        state_count: Tensors of state per parameter; None: from the table, by name.
-        is_elementwise: Whether a sub-group may be stepped in tiles; None: from the table, by name.
-        sub_group_size: DeepSpeed's unit of the optimizer step, in elements of one rank.
-        has_decay_groups: Whether parameters with and without weight decay form two groups, as in
-            Hugging Face's Trainer; a sub-group never spans two groups.
-        parameters_device: "nvme", "cpu" or "none" (the accelerator).
-        optimizer_device: The same for master weights, states and gradients.
-        reuse_numel: DeepSpeed keeps a gathered parameter on the device if it is used again within
-            this many elements (stage3_max_reuse_distance).
-        tile_bytes: Bytes of fp32 weights of one tile, if the user fixed them.
-        prefetch_bytes: Bytes of parameters to read ahead, if the user fixed them.
-        max_in_cpu: Trainable elements that stay in host memory because the JSON asks for it.
-        largest_sub_group_numel: Elements of one rank's part of the largest sub-group, if known
-            exactly; None: derived from the shapes.
-        verify: "off", "reads" or "full": whether checksums are kept for data on the drives.
-        volume_count: Drives that the tensors are striped over.
-        during_backward: Whether the step begins during backward, writing second values.
-        overlaps: Whether the step overlaps the next forward pass, in part or as a whole.
-        has_activations: Whether saved activations go to the drive.
     """
 
-    world: int = 1
-    gradient_accumulation_steps: int = 1
-    precision: str = "bf16"
+    world: int = 1  # ranks that share the model
+    gradient_accumulation_steps: int = 1  # micro-steps of one optimizer step
+    precision: str = "bf16"  # dtype of parameters
+    #: Dtype of a gradient as it is reduced; None: that of parameters.
     arriving_dtype: str | None = None
+    #: Dtype of an accumulated gradient; None: that of parameters.
     accumulation_dtype: str | None = None
-    master_dtype: str = FP32
-    state_dtype: str = FP32
-    optimizer: str = Optimizer().type
-    state_count: int | None = None
+    master_dtype: str = FP32  # dtype of master weights
+    state_dtype: str = FP32  # dtype of each state
+    optimizer: str = Optimizer().type  # its name in the DeepSpeed JSON, or the name of its class
+    state_count: int | None = None  # tensors of state per parameter; None: from the table, by name
+    #: Whether a sub-group may be stepped in tiles; None: from the table, by name.
     is_elementwise: bool | None = None
+    #: DeepSpeed's unit of the optimizer step, in elements of one rank.
     sub_group_size: int = _ZERO.sub_group_size
+    #: Whether parameters with and without weight decay form two groups, as in Hugging Face's
+    #: Trainer; a sub-group never spans two groups.
     has_decay_groups: bool = True
-    parameters_device: str = "nvme"
-    optimizer_device: str = "nvme"
+    parameters_device: str = "nvme"  # "nvme", "cpu" or "none" (the accelerator)
+    optimizer_device: str = "nvme"  # the same for master weights, states and gradients
+    #: DeepSpeed keeps a gathered parameter on the device if it is used again within this many
+    #: elements (stage3_max_reuse_distance).
     reuse_numel: int = _ZERO.stage3_max_reuse_distance
-    tile_bytes: int | None = None
-    prefetch_bytes: int | None = None
-    max_in_cpu: int = 0
+    tile_bytes: int | None = None  # bytes of fp32 weights of one tile, if the user fixed them
+    prefetch_bytes: int | None = None  # bytes of parameters to read ahead, if the user fixed them
+    max_in_cpu: int = 0  # trainable elements that stay in host memory because the JSON asks for it
+    #: Elements of one rank's part of the largest sub-group, if known exactly; None: derived from
+    #: the shapes.
     largest_sub_group_numel: int | None = None
+    #: "off", "reads" or "full": whether checksums are kept for data on the drives.
     verify: str = "off"
-    volume_count: int = 1
-    during_backward: bool = False
-    overlaps: bool = True
-    has_activations: bool = False
+    volume_count: int = 1  # drives that the tensors are striped over
+    during_backward: bool = False  # whether the step begins during backward, writing second values
+    overlaps: bool = True  # whether the step overlaps the next forward pass, in part or as a whole
+    has_activations: bool = False  # whether saved activations go to the drive
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are out of range."""
@@ -170,14 +152,10 @@ class PlanRequest:
         return self.is_tiled and bool(kind_of(self.optimizer).start)
 
     def passes_bytes(self, nbytes: int, numel: int) -> int:
-        """Return the bytes of parameters that forward and backward read.
+        """Return the bytes that forward and backward read, with `nbytes` of a rank on the drive.
 
         A layer that backward recomputes is still in its slots when its gradient is computed.
         Parameters that forward used last stay on the device if backward uses them soon.
-
-        Args:
-            nbytes: Bytes of one rank's parameters on the drive.
-            numel: Elements of all parameters.
         """
         kept_numel = min(numel, self.reuse_numel // 2)
         return 2 * nbytes - nbytes * kept_numel // max(1, numel)
@@ -191,13 +169,9 @@ class PlanRequest:
         world: int = 1,
         has_decay_groups: bool = True,
     ) -> PlanRequest:
-        """Build a request from a DeepSpeed JSON and its `memascend` block.
+        """Build a request from a DeepSpeed JSON, or its settings, and its `memascend` block.
 
-        Args:
-            ds_config: The JSON's content, or its parsed settings.
-            block: Its parsed block; None: parsed here.
-            world: Number of ranks, which the JSON does not state.
-            has_decay_groups: See the class; the JSON does not state it.
+        The JSON states neither `world` nor `has_decay_groups`.
 
         Raises:
             ConfigError: Not ZeRO stage 3, or an invalid value.

@@ -28,17 +28,11 @@ _ITEMSIZES = FLOAT_BYTES | PACKED_BYTES | NO_PARAMETERS
 
 @dataclass(frozen=True, slots=True)
 class StoredShape:
-    """One tensor of a file.
-
-    Attributes:
-        name: Its name.
-        shape: Its shape; for an unknown dtype its bytes, in one dimension.
-        itemsize: Bytes of an element that is not a float; None: a float of any width.
-    """
+    """One tensor of a file."""
 
     name: str
-    shape: tuple[int, ...]
-    itemsize: int | None
+    shape: tuple[int, ...]  # its shape; for an unknown dtype its bytes, in one dimension
+    itemsize: int | None  # bytes of an element that is not a float; None: a float of any width
 
 
 def read_shapes(path: Path) -> Iterator[StoredShape]:

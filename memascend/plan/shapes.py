@@ -26,18 +26,12 @@ from memascend.plan.safetensors import read_shapes
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One parameter, before it is partitioned.
+    """One parameter, before it is partitioned."""
 
-    Attributes:
-        name: Its name in the module.
-        shape: Its whole shape.
-        trainable: Whether it is trained.
-        itemsize: Bytes of an element; None: those of the dtype that the model is trained in.
-    """
-
-    name: str
+    name: str  # its name in the module
     shape: tuple[int, ...]
     trainable: bool = True
+    #: Bytes of an element; None: those of the dtype that the model is trained in.
     itemsize: int | None = None
 
     @property
@@ -56,18 +50,13 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """The parameters of a model in the module's own order, each once.
+    """The parameters of a model in the module's own order, each once."""
 
-    Attributes:
-        name: Name of the model, for messages.
-        tensors: Every parameter.
-        tied: Tied weights: name -> name of the tensor it shares.
-        config: The content of its config.json; None if only shapes are known.
-    """
-
-    name: str
+    name: str  # name of the model, for messages
     tensors: tuple[TensorShape, ...]
+    #: Tied weights: name -> name of the tensor it shares.
     tied: Mapping[str, str] = field(default_factory=dict)
+    #: The content of its config.json; None if only shapes are known.
     config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
@@ -86,12 +75,7 @@ class ModelShapes:
         """Return DeepSpeed's units of the optimizer step, in its order.
 
         A sub-group is closed once one rank's elements reach `sub_group_size`; it never spans two
-        parameter groups.
-
-        Args:
-            world: Number of ranks.
-            sub_group_size: In elements of one rank.
-            has_decay_groups: Norms and biases (one dimension) form a second parameter group.
+        parameter groups. Norms and biases (one dimension) may form a second one.
         """
         groups = [self.trainable]
         if has_decay_groups:
@@ -129,9 +113,7 @@ class ModelShapes:
 def from_module(module: Any, name: str | None = None) -> ModelShapes:
     """Return the shapes of a torch module, partitioned by `zero.Init` or not.
 
-    Args:
-        module: Anything with `named_parameters(remove_duplicate=False)` like torch's.
-        name: Name for messages; None: the class of the module.
+    Only `named_parameters(remove_duplicate=False)` is used. The class is the default name.
 
     Raises:
         ConfigError: The module has no parameters.

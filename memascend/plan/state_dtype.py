@@ -25,12 +25,7 @@ def keeps_bf16(block: MemAscendConfig) -> bool:
 
 
 def refusal(found: str, remedy: str) -> ConfigError:
-    """Return the error for states in bf16 that are not possible.
-
-    Args:
-        found: The setting that conflicts.
-        remedy: The change that helps.
-    """
+    """Return the error for states in bf16: the setting that conflicts, and the remedy."""
     return ConfigError(
         'memascend.streaming.optimizer.state_dtype="bf16" needs DeepSpeedCPUAdam, stepped in one '
         f"pass in tiles: {found}. {remedy}, or leave state_dtype out"

@@ -28,40 +28,22 @@ class _Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveTime:
-    """Drive time of the parts of a step, in seconds.
+    """Drive time of the parts of a step, in seconds."""
 
-    Attributes:
-        first_forward_s: The forward pass after a step; it reads all parameters on the drive.
-        forward_s: The forward pass of each further micro-step.
-        backward_s: The backward pass of a micro-step.
-        last_backward_s: The last backward pass, with the optimizer's reads or steps during it.
-        optimizer_s: The rest of the optimizer.
-        behind_s: The rest of the optimizer and the first forward pass, overlapped.
-        micro_steps: Micro-steps of a step.
-        goes_behind: Whether the rest of the optimizer overlaps the first forward pass.
-    """
-
-    first_forward_s: float
-    forward_s: float = 0.0
-    backward_s: float
-    last_backward_s: float
-    optimizer_s: float
-    behind_s: float
+    first_forward_s: float  # the forward pass after a step; it reads all parameters on the drive
+    forward_s: float = 0.0  # the forward pass of each further micro-step
+    backward_s: float  # the backward pass of a micro-step
+    last_backward_s: float  # the last backward pass, with the optimizer's reads or steps during it
+    optimizer_s: float  # the rest of the optimizer
+    behind_s: float  # the rest of the optimizer and the first forward pass, overlapped
     micro_steps: int = 1
-    goes_behind: bool = True
+    goes_behind: bool = True  # whether the rest of the optimizer overlaps the first forward pass
 
     @classmethod
     def of_plan(
         cls, plan: Plan, *, read_gb_s: float, write_gb_s: float, ranks: int = 1
     ) -> DriveTime:
-        """Return the drive time for the traffic of a plan.
-
-        Args:
-            plan: The plan of one rank.
-            read_gb_s: Read bandwidth of the drive, in 10^9 bytes per second.
-            write_gb_s: Its write bandwidth.
-            ranks: Number of ranks that share the drive.
-        """
+        """Return the drive time for the traffic of a plan; speeds are in 10^9 bytes per second."""
 
         def seconds(moved: _Moved) -> float:
             return ranks * max(moved.read / read_gb_s, moved.written / write_gb_s) / 1e9
@@ -89,12 +71,9 @@ class DriveTime:
     def step_s(
         self, compute_forward_s: float, compute_backward_s: float, *, last_layer_s: float = 0.0
     ) -> float:
-        """Return the least time of a step in steady state, in seconds.
+        """Return the least time of a step in steady state, from the compute time of its passes.
 
-        Args:
-            compute_forward_s: Compute time of the forward pass of a micro-step.
-            compute_backward_s: Compute time of its backward pass.
-            last_layer_s: The part of `compute_forward_s` in the last layer.
+        `last_layer_s` is the part of `compute_forward_s` in the last layer.
         """
         further_s = max(compute_forward_s, self.forward_s)
         further_s += max(compute_backward_s, self.backward_s)
@@ -105,29 +84,16 @@ class DriveTime:
         return (self.micro_steps - 1) * further_s + first_s + last_s
 
     def unhidden_s(self, compute_forward_s: float, compute_backward_s: float) -> float:
-        """Return the seconds that the optimizer adds to a step after all overlap.
-
-        Args:
-            compute_forward_s: Compute time of the forward pass of a micro-step.
-            compute_backward_s: Compute time of its backward pass.
-        """
+        """Return the seconds that the optimizer adds to a step after all overlap."""
         passes = replace(
-            self,
-            last_backward_s=self.backward_s,
-            optimizer_s=0.0,
-            behind_s=self.first_forward_s,
+            self, last_backward_s=self.backward_s, optimizer_s=0.0, behind_s=self.first_forward_s
         )
         compute_s = compute_forward_s, compute_backward_s
         return self.step_s(*compute_s) - passes.step_s(*compute_s)
 
 
 def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
-    """Return the optimizer's traffic during backward, and after it.
-
-    Args:
-        plan: The plan of one rank.
-        gradients_bytes: Bytes of gradients that the optimizer reads.
-    """
+    """Return the optimizer's traffic during backward, and after it."""
     read, written, request = plan.read_bytes, plan.written_bytes, plan.request
     second_read, second_written = (moved.get(SECOND_VALUES, 0) for moved in (read, written))
     states = read[MASTER] + read[STATE]

@@ -39,12 +39,9 @@ OVERFLOW = "J overflow check"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockPlan(Footprint):
-    """The account of stock DeepSpeed.
+    """The account of stock DeepSpeed."""
 
-    Attributes:
-        notes: Values that were raised above the JSON's, because stock would not run with those.
-    """
-
+    #: Values that were raised above the JSON's, because stock would not run with those.
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,12 +61,8 @@ def stock(
 ) -> StockPlan:
     """Return the account of stock DeepSpeed.
 
-    Args:
-        shapes: The model.
-        request: The plan's request.
-        settings: The settings of the DeepSpeed JSON; None: DeepSpeed's defaults.
-        rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does on
-            CUDA; without an accelerator pinning has no effect.
+    On CUDA torch rounds pinned memory up to a power of two; without an accelerator pinning has no
+    effect.
     """
     return _StockAccount(shapes, request, settings, rounds_pinned=rounds_pinned).plan()
 

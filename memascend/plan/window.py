@@ -12,17 +12,11 @@ from memascend.base.sizes import APPENDED_COUNT_MAX
 
 @dataclass(frozen=True, slots=True)
 class WindowBytes:
-    """Bytes per element that the micro-steps of one window store and move.
-
-    Attributes:
-        steps: Micro-steps.
-        arriving_itemsize: Bytes of a gradient as it arrives.
-        sum_itemsize: Bytes of the sum.
-    """
+    """Bytes per element that the micro-steps of one window store and move."""
 
     steps: int
-    arriving_itemsize: int
-    sum_itemsize: int
+    arriving_itemsize: int  # bytes of a gradient as it arrives
+    sum_itemsize: int  # bytes of the sum
 
     @property
     def appends(self) -> bool:

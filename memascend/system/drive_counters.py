@@ -20,17 +20,11 @@ _FIELD_COUNT_MIN = 10
 
 @dataclass(frozen=True, slots=True)
 class DriveCounters:
-    """The counters of one drive since the machine started.
-
-    Attributes:
-        read_bytes: Bytes that it read.
-        written_bytes: Bytes that it wrote.
-        busy_s: Seconds with requests in flight.
-    """
+    """The counters of one drive since the machine started."""
 
     read_bytes: int
     written_bytes: int
-    busy_s: float
+    busy_s: float  # seconds with requests in flight
 
 
 def read_counters(name: str, sysfs: Path = SYSFS) -> DriveCounters | None:

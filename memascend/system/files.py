@@ -14,9 +14,7 @@ from pathlib import Path
 def open_new(path: Path, mode: int = 0o666) -> int:
     """Create a file and return its descriptor, open for writing.
 
-    Args:
-        path: Path of the file; no entry may have the name, not even a dangling link.
-        mode: Mode of the file, before the umask.
+    No entry may have the name, not even a dangling link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, mode)
@@ -41,11 +39,6 @@ def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
 
     The text is first written to a file beside it with a random name. Such files that killed
     processes left behind are removed, so one process at a time may replace a path.
-
-    Args:
-        path: Path of the file.
-        text: Content of the file.
-        mode: Mode of the new file, before the umask.
 
     Raises:
         OSError: The file system refused; the old file is unchanged.

@@ -35,16 +35,11 @@ _PROBE_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """The allocator behind malloc in this process, and its settings.
+    """The allocator behind malloc in this process, and its settings."""
 
-    Attributes:
-        allocator: Name and version, such as "glibc 2.36"; of another allocator its file's name.
-        why_left: Reason why it is not set; empty if glibc's may be set.
-        mapped_bytes_min: Smallest allocation with a mapping of its own; None before it is set.
-    """
-
-    allocator: str
-    why_left: str = ""
+    allocator: str  # name and version, such as "glibc 2.36"; of another allocator its file's name
+    why_left: str = ""  # reason why it is not set; empty if glibc's may be set
+    #: Smallest allocation with a mapping of its own; None before it is set.
     mapped_bytes_min: int | None = None
 
     @property
@@ -63,8 +58,7 @@ class Heap:
 def examine_heap(settings: Sequence[str] = ()) -> Heap:
     """Return the allocator behind malloc, and the reason why it is not set, if there is one.
 
-    Args:
-        settings: Names of environment variables with which the user has set malloc.
+    `settings` are names of environment variables with which the user has set malloc.
     """
     libc = _glibc()
     if libc is None or not _is_serving(libc):
@@ -75,13 +69,7 @@ def examine_heap(settings: Sequence[str] = ()) -> Heap:
 def give_back_freed(
     *, mapped_bytes_min: int, settings: Sequence[str] = (), proc: Path = PROC
 ) -> Heap:
-    """Make glibc map allocations from a size on; skip other allocators and the user's settings.
-
-    Args:
-        mapped_bytes_min: The smallest size to map.
-        settings: Names of environment variables with which the user has set malloc.
-        proc: Root of procfs, for tests.
-    """
+    """Make glibc map allocations from a size on; skip other allocators and the user's settings."""
     heap = examine_heap(settings)
     libc = _glibc()
     if heap.why_left or libc is None:

@@ -18,21 +18,13 @@ _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process of one machine.
+    """One process of one machine."""
 
-    Attributes:
-        host: Name of the machine.
-        boot: The kernel's random id of the boot.
-        namespace: PID namespace of the number; containers have their own.
-        pid: Process number in that namespace.
-        started: Start time, in clock ticks since the boot.
-    """
-
-    host: str
-    boot: str
-    namespace: str
-    pid: int
-    started: int
+    host: str  # name of the machine
+    boot: str  # the kernel's random id of the boot
+    namespace: str  # PID namespace of the number; containers have their own
+    pid: int  # process number in that namespace
+    started: int  # start time, in clock ticks since the boot
 
     def is_alive(self, proc: Path = PROC) -> bool | None:
         """Return whether it runs; None if this process cannot know, as on another machine."""

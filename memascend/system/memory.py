@@ -25,9 +25,6 @@ def memory_available(root: Path = ROOT) -> int:
     group and of every group above it (cgroup v2 and v1). The usage of other processes in the same
     group is not subtracted.
 
-    Args:
-        root: Folder with `proc` and `sys`, for tests.
-
     Raises:
         ConfigError: The kernel's files are missing; set the limit in bytes instead.
     """

@@ -25,19 +25,12 @@ _STACK_DEPTH_MAX = 8  # of device-mapper and md volumes over each other
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo.
+    """One line of /proc/self/mountinfo."""
 
-    Attributes:
-        number: Number of the file system's device, such as "259:1".
-        point: Folder of the mount point.
-        kind: Type of the file system, such as "ext4".
-        source: The mounted device or share, such as "/dev/nvme0n1p1".
-    """
-
-    number: str
-    point: str
-    kind: str
-    source: str
+    number: str  # number of the file system's device, such as "259:1"
+    point: str  # folder of the mount point
+    kind: str  # type of the file system, such as "ext4"
+    source: str  # the mounted device or share, such as "/dev/nvme0n1p1"
 
 
 def read_mounts(proc: Path = PROC) -> list[Mount]:

@@ -27,11 +27,9 @@ def online_nodes(sysfs: Path = SYSFS) -> list[int]:
 
 
 def node_of_pci(address: str, sysfs: Path = SYSFS) -> int | None:
-    """Return the node a PCI device (a GPU, say) is attached to; None when unknown.
+    """Return the node of a PCI device (a GPU, say) such as "0000:3b:00.0"; None when unknown.
 
-    Args:
-        address: As in "0000:3b:00.0"; nvidia-smi's eight-digit domain and capitals are accepted.
-        sysfs: Root of sysfs.
+    nvidia-smi's eight-digit domain and capitals are accepted.
     """
     domain, _, rest = address.lower().partition(":")
     return _known_node(sysfs / "bus/pci/devices" / f"{domain[-4:]:0>4}:{rest}" / "numa_node")

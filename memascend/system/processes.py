@@ -39,18 +39,13 @@ _SECTOR_BYTES = 512  # unit of st_blocks, independent of the device's sectors
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The tree at one moment.
+    """The tree at one moment."""
 
-    Attributes:
-        time_s: Seconds since the sampler started.
-        rss_bytes: Resident bytes of each process, by process id, explicit huge pages included.
-        locked_bytes: Bytes locked by mlock (VmLck), over all processes.
-        registered_bytes: Bytes the kernel pinned for devices and rings (VmPin), over all processes.
-    """
-
-    time_s: float
+    time_s: float  # seconds since the sampler started
+    #: Resident bytes of each process, by process id, explicit huge pages included.
     rss_bytes: dict[int, int]
-    locked_bytes: int
+    locked_bytes: int  # bytes locked by mlock (VmLck), over all processes
+    #: Bytes the kernel pinned for devices and rings (VmPin), over all processes.
     registered_bytes: int
 
     @property
@@ -69,14 +64,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class DriveSample:
-    """The counters of the drives at one moment, by drive name; sums over all programs.
+    """The counters of the drives at one moment, by drive name; sums over all programs."""
 
-    Attributes:
-        time_s: Seconds since the sampler started.
-        counters: The counters by drive name.
-    """
-
-    time_s: float
+    time_s: float  # seconds since the sampler started
     counters: dict[str, DriveCounters]
 
 
@@ -92,11 +82,8 @@ class Peaks:
 class TreeSampler:
     """Samples a process tree from a thread of its own until stopped.
 
-    Args:
-        pid: Root of the tree.
-        interval_s: Seconds between samples of the resident memory.
-        folders: Folders whose new files count as disk use, and whose drives are sampled.
-        since: Files changed at this Unix time or later are new; None: from now on.
+    Files below `folders` that changed at the Unix time `since` or later count as disk use, and the
+    drives of the folders are sampled.
     """
 
     def __init__(

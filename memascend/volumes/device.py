@@ -52,16 +52,10 @@ DISCARD_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An opened block device.
+    """An opened block device."""
 
-    Attributes:
-        path: Path, with symbolic links resolved.
-        descriptor: Open until the context manager that gave the device ends.
-        size_bytes: Size of the device.
-    """
-
-    path: str
-    descriptor: int
+    path: str  # path, with symbolic links resolved
+    descriptor: int  # open until the context manager that gave the device ends
     size_bytes: int
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -93,11 +87,7 @@ class Device:
             ) from error
 
     def discard(self, advance: Advance | None = None) -> bool:
-        """Discard all data of the device; return False if it does not support discard.
-
-        Args:
-            advance: Called with the bytes of each part.
-        """
+        """Discard all data of the device; return False if it does not support discard."""
         for offset in range(0, self.size_bytes, DISCARD_BYTES):
             nbytes = min(DISCARD_BYTES, self.size_bytes - offset)
             try:
@@ -166,11 +156,7 @@ def claimed(path: str) -> Iterator[Device]:
 
 @contextlib.contextmanager
 def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Header]]:
-    """Open a device with our header, for a run of this process alone.
-
-    Args:
-        path: Path of the device.
-        needed_bytes: Capacity that the volume must have.
+    """Open a device with our header and room for `needed_bytes`, for a run of this process alone.
 
     Raises:
         StoreError: As `claimed`; or it has no header of ours, is another user's, or too small.
@@ -202,12 +188,7 @@ def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Hea
 
 
 def format_device(device: Device, *, owner_uid: int, advance: Advance | None = None) -> Header:
-    """Write our header to a claimed device that is empty, or has our own header.
-
-    Args:
-        device: A claimed device.
-        owner_uid: User whose runs may use it.
-        advance: Called with the bytes of each discarded part.
+    """Write our header, for runs of `owner_uid`, to a claimed device without other data.
 
     Raises:
         StoreError: The device carries other data; nothing was changed.
@@ -227,10 +208,6 @@ def format_device(device: Device, *, owner_uid: int, advance: Advance | None = N
 
 def wipe_device(device: Device, advance: Advance | None = None) -> bool:
     """Remove our header from a claimed device, and all data if the device can discard.
-
-    Args:
-        device: A claimed device.
-        advance: Called with the bytes of each discarded part.
 
     Returns:
         False if the data is still on the device and has to be overwritten.
@@ -265,13 +242,7 @@ def signatures(device: Device) -> list[str]:
 
 
 def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str]:
-    """Return the users of a device and its partitions: mounts, swap, and devices built on them.
-
-    Args:
-        path: Path of the device.
-        sysfs: Root of sysfs, for tests.
-        proc: Root of procfs, for tests.
-    """
+    """Return the users of a device and its partitions: mounts, swap, and devices built on them."""
     try:
         is_device = stat.S_ISBLK(os.stat(path).st_mode)
         return users_of(device_number(path), sysfs=sysfs, proc=proc) if is_device else []

@@ -32,17 +32,11 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a header.
+    """The content of a header."""
 
-    Attributes:
-        uuid: Random, made when the device was formatted.
-        size_bytes: Bytes of the device that belong to memascend, header included.
-        owner_uid: The user whose runs may use it; root may, too.
-    """
-
-    uuid: uuid.UUID
-    size_bytes: int
-    owner_uid: int
+    uuid: uuid.UUID  # random, made when the device was formatted
+    size_bytes: int  # bytes of the device that belong to memascend, header included
+    owner_uid: int  # the user whose runs may use it; root may, too
 
     def pack(self) -> bytes:
         """Return the header block, as it is on the device."""
@@ -60,11 +54,7 @@ def new_header(*, device_bytes: int, owner_uid: int) -> Header:
 
 
 def parse(block: bytes, *, device_bytes: int) -> Header | None:
-    """Parse a header; return None if the block does not begin with our magic.
-
-    Args:
-        block: The first `HEADER_BYTES` of the device.
-        device_bytes: Size of the device.
+    """Parse the start of a device; return None if the block does not begin with our magic.
 
     Raises:
         HeaderError: The block begins with our magic, but is invalid.

@@ -27,12 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
-    """Return the paths of the volumes.
-
-    Args:
-        config: The validated block.
-        fallback: DeepSpeed's nvme_path, for a block without `volumes`.
-    """
+    """Return the paths of the volumes: DeepSpeed's nvme_path for a block without `volumes`."""
     return [volume.path for volume in config.volumes] if config.volumes else [fallback]
 
 
@@ -42,12 +37,8 @@ def prepared(
 ) -> Iterator[list[_core.VolumeOptions]]:
     """Create missing directories, claim raw devices, and weight all volumes.
 
-    A device is claimed while the context lasts; a store that was opened on it keeps the claim.
-
-    Args:
-        config: The validated block.
-        fallback: DeepSpeed's nvme_path, for a block without `volumes`.
-        cache: Folder of measured weights; None: the user's.
+    A device is claimed while the context lasts; a store that was opened on it keeps the claim. A
+    block without `volumes` has one: `fallback`, DeepSpeed's nvme_path.
 
     Raises:
         ConfigError: Two paths are the same directory or device, or this rank gets no volume.
@@ -70,15 +61,10 @@ def prepared(
 def share_of_rank(
     volumes: Sequence[VolumeConfig], *, rank: int, rank_count: int
 ) -> list[VolumeConfig]:
-    """Return the volumes of one rank: every directory, and its part of the raw devices.
+    """Return the volumes of one rank of this machine: directories, and its part of the raw devices.
 
     Each rank has its own store. A directory may hold files of several ranks; a raw device belongs
     to one, so the devices are dealt to the ranks in turn.
-
-    Args:
-        volumes: All volumes of the block.
-        rank: Number of this process on this machine.
-        rank_count: Ranks on this machine.
 
     Raises:
         ConfigError: This rank gets no volume.

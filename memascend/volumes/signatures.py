@@ -59,12 +59,7 @@ _MAGICS = (
 
 
 def find_signatures(read: Read, device_bytes: int) -> list[str]:
-    """Return the names of the signatures found, each once; empty for a device without data.
-
-    Args:
-        read: Reads the device.
-        device_bytes: Size of the device.
-    """
+    """Return the names of the signatures found, each once; empty for a device without data."""
     found = []
     for magic in (*_MAGICS, *_raid_at_the_end(device_bytes)):
         offset = magic.offset if magic.offset >= 0 else device_bytes + magic.offset
@@ -79,11 +74,7 @@ def find_signatures(read: Read, device_bytes: int) -> list[str]:
 
 
 def ask_blkid(path: str) -> list[str]:
-    """Return the signatures that blkid finds; empty if it is not installed or may not read.
-
-    Args:
-        path: Path of the device.
-    """
+    """Return the signatures that blkid finds; empty if it is not installed or may not read."""
     program = shutil.which("blkid", path=_BLKID_PATH)
     if program is None:
         return []

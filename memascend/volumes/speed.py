@@ -34,21 +34,14 @@ _BOUNCE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load on each volume.
+    """The load on each volume."""
 
-    Attributes:
-        chunk_bytes: Bytes of one request.
-        queue_depth: Requests in flight on each volume.
-        engine: "auto", "uring", "libaio" or "threads".
-        span_bytes: Bytes of each volume that are written and read, over and over.
-        fill_seconds: Maximum time to write the span before the first measurement; the part written
-            by then becomes the span.
-    """
-
-    chunk_bytes: int
-    queue_depth: int
-    engine: str = "auto"
-    span_bytes: int = 256 * MIB
+    chunk_bytes: int  # bytes of one request
+    queue_depth: int  # requests in flight on each volume
+    engine: str = "auto"  # "auto", "uring", "libaio" or "threads"
+    span_bytes: int = 256 * MIB  # bytes of each volume that are written and read, over and over
+    #: Maximum time to write the span before the first measurement; the part written by then becomes
+    #: the span.
     fill_seconds: float = 10.0
 
 
@@ -60,10 +53,7 @@ class Bench:
     ) -> None:
         """Open a store on each volume and write the span, on all of them at once.
 
-        Args:
-            volumes: At least one.
-            load: The load on each.
-            advance: Called with the bytes moved, from the threads of the volumes.
+        `advance` is called from the threads of the volumes.
 
         Raises:
             OSError: A volume cannot be opened, written, or has less room than two tickets.

@@ -50,11 +50,6 @@ def measured_weights(
 
     If the measurement fails, all volumes get the same weight, with a warning; opening the store
     then raises the error.
-
-    Args:
-        volumes: As the store will open them.
-        load: The load of training: request size, queue depth, engine.
-        cache: Folder for the file; created (mode 0700) if missing.
     """
     identities = [identity(volume.path) for volume in volumes]
     if len(set(identities)) == 1:
@@ -89,11 +84,7 @@ def measured_weights(
 
 
 def weights_of(rates: Sequence[float]) -> list[float]:
-    """Return weights for measured rates: 1 for the slowest, and the same for similar drives.
-
-    Args:
-        rates: Bytes per second of each volume.
-    """
+    """Return weights for bytes per second: 1 for the slowest, and the same for similar drives."""
     slowest = min(rates)
     if slowest <= 0:
         return [1.0] * len(rates)
@@ -103,12 +94,7 @@ def weights_of(rates: Sequence[float]) -> list[float]:
 
 
 def identity(path: str, sysfs: Path = SYSFS) -> str:
-    """Return the identity of a drive: its serial number if known, and its size.
-
-    Args:
-        path: Directory, or block device.
-        sysfs: Root of sysfs, for tests.
-    """
+    """Return the identity of a path's drive: its serial number if known, and its size."""
     block = block_folder(path, sysfs)
     if block is None:
         system = os.statvfs(path)

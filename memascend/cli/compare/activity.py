@@ -19,11 +19,7 @@ LINE_INTERVAL_S = 15.0  # without a terminal, report progress no more often
 def activity(console: Console, title: str, detail: Callable[[], str]) -> Iterator[None]:
     """Show one long piece of work for as long as the block lasts.
 
-    Args:
-        console: Where to show it.
-        title: Name of the work.
-        detail: Gives the latest news in a few words. Called from another thread, several times a
-            second on a terminal.
+    `detail` gives the latest news in a few words; another thread calls it, several times a second.
     """
     started_s = time.monotonic()
     spinner = Spinner("dots")

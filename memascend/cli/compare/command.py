@@ -41,15 +41,10 @@ Exit status: 0 when every run succeeded and printed the same losses, 1 otherwise
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The facts about the run that the command's own arguments show.
+    """The facts about the run that the command's own arguments show."""
 
-    Attributes:
-        config: The DeepSpeed configuration, None when no argument is one.
-        folders: Where it offloads to.
-    """
-
-    config: dict[str, Any] | None
-    folders: tuple[Path, ...]
+    config: dict[str, Any] | None  # the DeepSpeed configuration, None when no argument is one
+    folders: tuple[Path, ...]  # where it offloads to
 
     @property
     def has_block(self) -> bool:

@@ -17,13 +17,7 @@ UNKNOWN = "n/a"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One figure of several runs.
-
-    Attributes:
-        median: Median of all runs.
-        least: The smallest.
-        most: The largest.
-    """
+    """One figure of several runs."""
 
     median: float
     least: float
@@ -32,18 +26,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure that runs are compared by.
+    """One figure that runs are compared by."""
 
-    Attributes:
-        key: Its name in report.json.
-        title: Its name for people.
-        of_run: Finds it; None where it was not measured.
-        form: Shows it.
-    """
-
-    key: str
-    title: str
-    of_run: Callable[[Run], float | None]
+    key: str  # its name in report.json
+    title: str  # its name for people
+    of_run: Callable[[Run], float | None]  # finds it; None where it was not measured
     form: Callable[[float], str]
 
     def of_runs(self, runs: Sequence[Run]) -> Spread | None:
@@ -53,11 +40,9 @@ class Figure:
         return Spread(median(values), min(values), max(values)) if values else None
 
     def show(self, runs: Sequence[Run], reference: Sequence[Run] | None = None) -> str:
-        """Return it as text, with its range in a second line where there are several runs.
+        """Return the text of a column's runs, with the change against `reference`.
 
-        Args:
-            runs: Runs of one column.
-            reference: Runs of the column to compare medians with.
+        The range of several runs is in a second line.
         """
         spread = self.of_runs(runs)
         if spread is None:
@@ -85,11 +70,7 @@ class Figure:
 
 
 def figures(baseline_bytes: int) -> list[Figure]:
-    """Return all figures, the most important one first.
-
-    Args:
-        baseline_bytes: RSS of a process after its imports; 0 if it was not measured.
-    """
+    """Return all figures, the most important one first; a baseline of 0 bytes was not measured."""
     return [
         Figure(
             "rss_above_baseline_bytes_max",

@@ -46,16 +46,12 @@ LOSS_ROWS_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One column's part of a headline.
-
-    Attributes:
-        change: Difference to the first column, such as "-25 %"; empty for that one.
-    """
+    """One column's part of a headline."""
 
     name: str
     text: str
     detail: str
-    change: str
+    change: str  # difference to the first column, such as "-25 %"; empty for that one
 
 
 def write_page(report: Report, path: Path) -> None:

@@ -28,19 +28,13 @@ LOG_TAIL_LINE_COUNT = 25
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A finished comparison.
-
-    Attributes:
-        baseline_bytes: Resident bytes of a process that has only imported; 0 when not measured.
-        runs: In the order in which they ran.
-        skipped: Columns that could not be run on this machine, with the reason.
-        config: The DeepSpeed configuration that the command names; empty where none was found.
-    """
+    """A finished comparison."""
 
     command: Sequence[str]
-    baseline_bytes: int
-    runs: Sequence[Run]
-    skipped: Mapping[str, str]
+    baseline_bytes: int  # resident bytes of a process that has only imported; 0 when not measured
+    runs: Sequence[Run]  # in the order in which they ran
+    skipped: Mapping[str, str]  # columns that could not be run on this machine, with the reason
+    #: The DeepSpeed configuration that the command names; empty where none was found.
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property

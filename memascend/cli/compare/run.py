@@ -44,48 +44,36 @@ _ARMED = re.compile(r"\bmemascend \S+ armed: ")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One way to run the command.
-
-    Attributes:
-        name: Name in the report.
-        environment: Variables set for it.
-        expects_plugin: Whether a run in which memascend never spoke is a failure.
-    """
+    """One way to run the command."""
 
     name: str
-    environment: Mapping[str, str]
-    expects_plugin: bool = False
+    environment: Mapping[str, str]  # variables set for it
+    expects_plugin: bool = False  # whether a run in which memascend never spoke is a failure
 
 
 @dataclass(slots=True)
 class Run:
-    """One outcome of a column; filled while it runs.
-
-    Attributes:
-        number: Number of the run within its column, from 1; 0 for the only one.
-        started_s: On the clock that all processes share.
-        losses: The printed losses, as text: equality of runs is equality of every digit.
-        loss_times_s: When each of them was printed, in seconds since the start.
-        drive_samples: Samples of the drives that it offloads to.
-        io_bytes: Bytes (read, written) on storage by all its processes; None where not known.
-        recording: Marks and memory that memascend recorded; empty if it is off.
-        problem: Why it does not count, empty when it does.
-    """
+    """One outcome of a column; filled while it runs."""
 
     column: Column
     log: Path
-    number: int = 0
-    started_s: float = 0.0
+    number: int = 0  # number of the run within its column, from 1; 0 for the only one
+    started_s: float = 0.0  # on the clock that all processes share
     exit_status: int = -1
     elapsed_s: float = 0.0
+    #: The printed losses, as text: equality of runs is equality of every digit.
     losses: list[str] = field(default_factory=list)
+    #: When each of them was printed, in seconds since the start.
     loss_times_s: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    #: Samples of the drives that it offloads to.
     drive_samples: list[DriveSample] = field(default_factory=list)
     peaks: Peaks = field(default_factory=Peaks)
+    #: Bytes (read, written) on storage by all its processes; None where not known.
     io_bytes: tuple[int, int] | None = None
+    #: Marks and memory that memascend recorded; empty if it is off.
     recording: Recording = field(default_factory=Recording)
-    problem: str = ""
+    problem: str = ""  # why it does not count, empty when it does
 
     @property
     def name(self) -> str:
@@ -224,10 +212,7 @@ def terminate_tree(process: subprocess.Popen[str]) -> None:
 
 
 def _follow(
-    process: subprocess.Popen[str],
-    run: Run,
-    started_s: float,
-    on_line: Callable[[Run, str], None],
+    process: subprocess.Popen[str], run: Run, started_s: float, on_line: Callable[[Run, str], None]
 ) -> bool:
     """Read the output to its end; return whether memascend's own line was in it."""
     has_armed = False

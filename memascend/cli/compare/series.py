@@ -10,15 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from memascend.base.charts import (
-    Chart,
-    Point,
-    Quantity,
-    Series,
-    area_chart,
-    bar_chart,
-    line_chart,
-)
+from memascend.base.charts import Chart, Point, Quantity, Series, area_chart, bar_chart, line_chart
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Run
 from memascend.cli.compare.steps import PhaseTime

@@ -14,24 +14,15 @@ from memascend.ledger.trace import OPTIMIZER, PHASES, Mark
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One phase, of one step on average.
-
-    Attributes:
-        total_s: Seconds of the phase.
-        drive_s: Seconds of it in which training waited for drives.
-        device_s: Seconds of it in which training waited for the device.
-        optimizer_s: Seconds of it in which training waited for background optimizer steps.
-        read_bytes: Bytes read from the drives meanwhile, by any thread.
-        written_bytes: Bytes written to the drives meanwhile, by any thread.
-    """
+    """One phase, of one step on average."""
 
     phase: str
     total_s: float
-    drive_s: float
-    device_s: float
-    optimizer_s: float
-    read_bytes: float
-    written_bytes: float
+    drive_s: float  # seconds of it in which training waited for drives
+    device_s: float  # seconds of it in which training waited for the device
+    optimizer_s: float  # seconds of it in which training waited for background optimizer steps
+    read_bytes: float  # bytes read from the drives meanwhile, by any thread
+    written_bytes: float  # bytes written to the drives meanwhile, by any thread
 
     @property
     def computing_s(self) -> float:

@@ -38,19 +38,14 @@ _PREFIX = "memascend-warm-up "
 
 @dataclass(slots=True)
 class WarmUp:
-    """The outcome of the warm-up.
+    """The outcome of the warm-up."""
 
-    Attributes:
-        baseline_bytes: Resident bytes of a process that has only imported; 0 when not measured.
-        unavailable: Operators that cannot be built here, with the reason.
-        refusal: Why memascend refuses this DeepSpeed, empty when it does not.
-        problem: Why the process did not get to its end, empty when it did.
-    """
-
+    #: Resident bytes of a process that has only imported; 0 when not measured.
     baseline_bytes: int = 0
+    #: Operators that cannot be built here, with the reason.
     unavailable: dict[str, str] = field(default_factory=dict)
-    refusal: str = ""
-    problem: str = ""
+    refusal: str = ""  # why memascend refuses this DeepSpeed, empty when it does not
+    problem: str = ""  # why the process did not get to its end, empty when it did
 
 
 def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:

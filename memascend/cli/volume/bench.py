@@ -42,17 +42,11 @@ GOOD_ENOUGH = 0.97
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of the sweep.
+    """One setting of the sweep."""
 
-    Attributes:
-        chunk_bytes: Bytes of one request.
-        queue_depth: Requests in flight on each drive.
-        rate: Bytes per second of all drives together, mixed.
-    """
-
-    chunk_bytes: int
-    queue_depth: int
-    rate: float
+    chunk_bytes: int  # bytes of one request
+    queue_depth: int  # requests in flight on each drive
+    rate: float  # bytes per second of all drives together, mixed
 
 
 def volume_bench_command(args: argparse.Namespace) -> int:
@@ -150,11 +144,7 @@ def _load(args: argparse.Namespace, chunk_bytes: int, queue_depth: int) -> Load:
 
 
 def _measure(
-    volumes: Sequence[_core.VolumeOptions],
-    load: Load,
-    seconds: float,
-    steps: _Steps,
-    name: str,
+    volumes: Sequence[_core.VolumeOptions], load: Load, seconds: float, steps: _Steps, name: str
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the bytes per second of each drive by mode, and latencies; and the engine.
 

@@ -26,14 +26,7 @@ def find() -> str | None:
 
 
 def command(
-    program: str,
-    file: str,
-    *,
-    mode: Mode,
-    load: Load,
-    engine: str,
-    seconds: float,
-    offset: int = 0,
+    program: str, file: str, *, mode: Mode, load: Load, engine: str, seconds: float, offset: int = 0
 ) -> list[str]:
     """Return the command line, which the report shows so that it can be repeated."""
     return [

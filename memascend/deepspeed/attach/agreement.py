@@ -45,11 +45,8 @@ def all_or_none(refusal: Callable[[str], MemAscendError]) -> Iterator[None]:
     """Raise on every rank if the context's body raises on one; all ranks call this.
 
     Otherwise the other ranks would wait for that rank in their next collective. The body must not
-    contain a collective.
-
-    Args:
-        refusal: Makes the error of the ranks on which nothing failed, from the names of those on
-            which it did.
+    contain a collective. `refusal` makes the error of the ranks on which nothing failed, from the
+    names of the others.
 
     Raises:
         MemAscendError: The body raised on other ranks. A rank on which it raised keeps its error.

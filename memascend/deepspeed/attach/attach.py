@@ -50,11 +50,6 @@ log = logging.getLogger(__name__)
 def attach(config: MemAscendConfig, settings: DeepSpeedSettings, nvme_path: object) -> Attachment:
     """Build the runtime of a model, and log in one line what was obtained. All ranks call this.
 
-    Args:
-        config: The active block.
-        settings: Settings of the DeepSpeed JSON.
-        nvme_path: Directory on the drive.
-
     Raises:
         MemAscendError: The block cannot be served on this rank or another one.
     """

@@ -111,8 +111,7 @@ class Attachment:
     def finish(self, *, is_well: bool = True) -> None:
         """Note that this rank is finished; log and write the ledger, once on each machine.
 
-        Args:
-            is_well: False if an error ended the program: the status then shows a dead rank.
+        If an error ended the program, `is_well` is False, and the status shows a dead rank.
         """
         self._tell_what_failed_last()
         process.leave(self)

@@ -30,11 +30,7 @@ def limits_bytes() -> int:
 
 
 def claim_report(path: Path) -> Path:
-    """Return the file for a model's report: the path, or a numbered one if it is taken.
-
-    Args:
-        path: The path in the block. A second model with "report.json" gets "report-2.json".
-    """
+    """Return the file of a model's report; that of a second model is "report-2.json", say."""
     path = claimed = path.absolute()
     number = 1
     while claimed in _reports:

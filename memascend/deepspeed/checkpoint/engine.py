@@ -166,11 +166,7 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
 
 
 def _save(
-    engine: Any,
-    save_as: Callable[..., bool],
-    save_dir: str,
-    tag: object,
-    save_latest: bool,
+    engine: Any, save_as: Callable[..., bool], save_dir: str, tag: object, save_latest: bool
 ) -> bool:
     optimizer: ZeroOptimizer = engine.optimizer
     _refuse(engine)

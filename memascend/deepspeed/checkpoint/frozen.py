@@ -49,11 +49,7 @@ def _is_on_drive(param: Any) -> bool:
 def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots) -> int:
     """Replace the placeholders of frozen parameters on the drive by streamed tensors.
 
-    Args:
-        content: Content of this rank's model_states.pt, as DeepSpeed has saved it; unchanged if
-            frozen parameters are left out.
-        frozen: The frozen parameters by name.
-        slots: Staging slots for the bytes while the file is written.
+    The content of model_states.pt is unchanged if it leaves frozen parameters out.
 
     Returns:
         The bytes that this adds to the file.
@@ -87,12 +83,6 @@ def taken_apart(
     engine: Any, source: CheckpointSource, load_dir: str, tag: str
 ) -> Iterator[tuple[CheckpointSource, Callable[[], None]]]:
     """Separate a checkpoint's frozen parameters from the rest, if some are on the drive.
-
-    Args:
-        engine: DeepSpeed's engine.
-        source: The checkpoint.
-        load_dir: Folder of the checkpoints.
-        tag: Name of the checkpoint.
 
     Yields:
         (source that upstream loads, function that then restores the frozen parameters).
@@ -180,14 +170,9 @@ def _fill(
     offset_bytes: int,
     target: torch.Tensor,
 ) -> None:
-    """Fill `target` from the concatenation of all parts.
+    """Fill `target` from the concatenation of all parts, which are equally long; then with zeros.
 
-    Args:
-        parts: The parts of the saved ranks, of equal length.
-        dtype: Dtype of the elements of `target`.
-        begin: First element of this rank.
-        offset_bytes: Offset of `target` from there.
-        target: Bytes to fill; elements beyond the last part become zero.
+    It begins `offset_bytes` behind this rank's first element, which is `begin`.
     """
     values = target.view(dtype)
     position, numel = begin + offset_bytes // dtype.itemsize, parts[0].numel()

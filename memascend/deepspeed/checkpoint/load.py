@@ -49,12 +49,6 @@ def opened(
 ) -> Iterator[CheckpointSource]:
     """Open a checkpoint after every rank has verified it; the model is unchanged so far.
 
-    Args:
-        engine: DeepSpeed's engine.
-        optimizer: The optimizer that will be restored.
-        load_dir: Folder of the checkpoints.
-        tag: Name of the checkpoint.
-
     Raises:
         CheckpointError: It is damaged, incomplete, or of another model, here or on another rank.
     """

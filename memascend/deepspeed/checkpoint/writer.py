@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> None:
     """Write this rank's tensors and manifest, and make its files durable.
 
-    Args:
-        engine: DeepSpeed's engine.
-        folder: The working folder, with DeepSpeed's files in it.
-        rank: Number of the rank in file names (`rank_of`).
-        leads: Whether this rank shows progress.
+    The folder has DeepSpeed's files already. `rank` is the number in file names (`rank_of`).
 
     Raises:
         CheckpointError: The file system is full or gone.

@@ -96,14 +96,9 @@ def plan_for(
     settings: DeepSpeedSettings,
     limit: int | None,
 ) -> Plan:
-    """Derive the plan of a ZeRO-3 optimizer under construction.
+    """Derive the plan of a ZeRO-3 optimizer (`Upstream`) whose sub-groups are formed.
 
-    Args:
-        optimizer: The ZeRO-3 optimizer, by our names (`Upstream`), with its sub-groups formed.
-        module: The model.
-        config: The active block.
-        settings: Settings of the DeepSpeed JSON.
-        limit: The stated limit in bytes; None: the memory that is available.
+    Without a stated limit the available memory is the limit.
 
     Raises:
         LimitTooSmallError: The smallest sizes do not fit in the limit.

@@ -25,13 +25,7 @@ def state_count(optimizer: Any) -> int:
 
 
 def state_dtype(optimizer: Any, master: torch.dtype, *, in_bf16: bool) -> torch.dtype:
-    """Return the dtype of an optimizer's states.
-
-    Args:
-        optimizer: Any optimizer.
-        master: Dtype of the master weights, which DeepSpeed's states have if it is configured so.
-        in_bf16: Whether the block asks for bf16 (`streaming.optimizer.state_dtype`).
-    """
+    """Return the dtype of an optimizer's states: fp32, that of the master weights, or bf16."""
     if in_bf16:
         return torch.bfloat16
     return torch.float32 if getattr(optimizer, "fp32_optimizer_states", True) else master
@@ -41,10 +35,6 @@ def initial_state(
     optimizer: Any, group: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, float]] | None:
     """Return the state that an optimizer creates for a parameter before its first step.
-
-    Args:
-        optimizer: Any optimizer.
-        group: The parameter's group of hyperparameters.
 
     Returns:
         (scalars by name, fill value of each state tensor by name); None if the optimizer is not

@@ -21,13 +21,7 @@ from memascend.base.waiting import wait_all
 class AioHandle:
     """One per swapper direction, as in DeepSpeed; many handles share one store."""
 
-    def __init__(
-        self,
-        *,
-        store: TensorIO,
-        memory: HostMemory,
-        component: str,
-    ) -> None:
+    def __init__(self, *, store: TensorIO, memory: HostMemory, component: str) -> None:
         self._store = store
         self._memory = memory
         self._component = component

@@ -36,17 +36,14 @@ def gradient_gaps(covered: list[GradientRun], numel: int) -> list[GradientRun]:
 
 @dataclass
 class GradientMemory:
-    """Gradients of a sub-group, beyond upstream's own bookkeeping; keys are offsets.
+    """Gradients of a sub-group, beyond upstream's own bookkeeping; keys are offsets."""
 
-    Attributes:
-        factors: For gradients in the store, the factors of later steps. Gradients are stored as
-            they arrived, so the factors are applied after each read.
-        small: Gradients too small for the store, as the last step left them; upstream drops them.
-        gaps: Runs in which no gradient ever arrived: one zero element, expanded to the run.
-    """
-
+    #: For gradients in the store, the factors of later steps. Gradients are stored as they arrived,
+    #: so the factors are applied after each read.
     factors: dict[int, list[Any]] = field(default_factory=dict)
+    #: Gradients too small for the store, as the last step left them; upstream drops them.
     small: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: Runs in which no gradient ever arrived: one zero element, expanded to the run.
     gaps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def complete(self, swap_info: Any) -> None:
