@@ -17,16 +17,16 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from memascend.base.units import KIB
-from memascend.system.drive_counters import DriveCounters, drives_of, read_counters
 from memascend.system.memory import process_status
-from memascend.system.mounts import PROC, read_lines
+from memascend.system.mounts import PROC, drives_below, read_lines
 
 # Process discovery walks all of /proc, PSS page tables, disk use folders: sampled less often.
 TREE_INTERVAL_S = 0.25
@@ -67,7 +67,7 @@ class DriveSample:
     """The counters of the drives at one moment, by drive name; sums over all programs."""
 
     time_s: float  # seconds since the sampler started
-    counters: dict[str, DriveCounters]
+    counters: dict[str, Any]  # with `read_bytes`, `write_bytes` and more, as psutil has them
 
 
 @dataclass(slots=True)
@@ -127,7 +127,9 @@ class TreeSampler:
             if sample.rss_bytes:
                 self.samples.append(sample)
             if now >= drive_due and self._drives:
-                self.drive_samples.append(self._drive_sample(now - self._started_s))
+                every = psutil.disk_io_counters(perdisk=True, nowrap=False)
+                counters = {name: every[name] for name in self._drives if name in every}
+                self.drive_samples.append(DriveSample(now - self._started_s, counters))
                 drive_due = now + DRIVE_INTERVAL_S
             if now >= pss_due:
                 pss = sum(pss_bytes(pid) for pid in pids)
@@ -139,10 +141,6 @@ class TreeSampler:
                 self.peaks.disk_bytes = max(self.peaks.disk_bytes, used)
                 disk_due = time.monotonic() + DISK_INTERVAL_S
             self._stopping.wait(self._interval_s)
-
-    def _drive_sample(self, time_s: float) -> DriveSample:
-        found = {name: read_counters(name) for name in self._drives}
-        return DriveSample(time_s, {name: each for name, each in found.items() if each is not None})
 
     def _sample(self, pids: list[int], time_s: float) -> Sample:
         rss: dict[int, int] = {}
@@ -174,6 +172,16 @@ class IoCounter:
         if self._start is None or now is None:
             return None
         return now[0] - self._start[0], now[1] - self._start[1]
+
+
+def drives_of(paths: Iterable[Path]) -> list[str]:
+    """Return the drives below some paths, which need not exist yet."""
+    found = set()
+    for path in paths:
+        real = Path(os.path.abspath(path))
+        there = next((folder for folder in (real, *real.parents) if folder.exists()), real)
+        found.update(drives_below(there))
+    return sorted(found)
 
 
 def process_tree(pid: int) -> list[int]:

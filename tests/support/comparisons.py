@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from memascend.base.units import MIB
@@ -18,7 +19,6 @@ from memascend.ledger.trace import (
     Measures,
     Recording,
 )
-from memascend.system.drive_counters import DriveCounters
 from memascend.system.processes import DriveSample, Peaks, Sample
 
 LATENCY = {"count": 8, "p50_s": 0.001, "p99_s": 0.002, "p999_s": 0.002, "longest_s": 0.0125}
@@ -113,10 +113,11 @@ def make_recording() -> Recording:
 
 def make_comparison(*, repeat: int = 1, **changes: Any) -> Report:
     """Return the report of stock and memascend with all that a machine can tell of them."""
-    drives = [
-        DriveSample(0.25 * index, {"nvme0n1": DriveCounters(index * MIB, index * index * MIB, 0.1)})
+    counters = (
+        SimpleNamespace(read_bytes=index * MIB, write_bytes=index * index * MIB)
         for index in range(20)
-    ]
+    )
+    drives = [DriveSample(0.25 * index, {"nvme0n1": each}) for index, each in enumerate(counters)]
     runs = []
     for number in range(1, repeat + 1) if repeat > 1 else (0,):
         for name in ("stock", "memascend"):

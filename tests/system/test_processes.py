@@ -8,12 +8,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from memascend.base.units import MIB
 from memascend.system import processes
-from memascend.system.drive_counters import DriveCounters
 from memascend.system.processes import (
     IoCounter,
     Sample,
@@ -141,12 +142,10 @@ def test_open_files_without_a_name_are_disk_use_once(tmp_path: Path) -> None:
 def test_drives_are_sampled_from_the_start_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counters = iter(DriveCounters(moved, 2 * moved, 0.5) for moved in range(10**9))
+    counters = iter({"sda": SimpleNamespace(read_bytes=moved)} for moved in range(10**9))
     monkeypatch.setattr(processes, "DRIVE_INTERVAL_S", 0.0)
     monkeypatch.setattr(processes, "drives_of", lambda folders: ["sda", "gone"][: 2 * len(folders)])
-    monkeypatch.setattr(
-        processes, "read_counters", lambda name: next(counters) if name == "sda" else None
-    )
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda **asked: next(counters))
     for folders, is_watched in (([tmp_path], True), ([], False)):
         process = holding_process(MIB)
         sampler = TreeSampler(process.pid, interval_s=0.001, folders=folders)
@@ -161,3 +160,17 @@ def test_drives_are_sampled_from_the_start_to_the_end(
         assert all(set(each.counters) == {"sda"} for each in found)
         moved = [each.counters["sda"].read_bytes for each in found]
         assert moved == sorted(moved)
+
+
+def test_drives_are_found_below_folders_that_a_run_makes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def below(path: Path) -> list[str]:
+        asked.append(path)
+        return ["sdb", "sda"]
+
+    monkeypatch.setattr(processes, "drives_below", below)
+    assert processes.drives_of([tmp_path / "not" / "yet", tmp_path]) == ["sda", "sdb"]
+    assert asked == [tmp_path, tmp_path]

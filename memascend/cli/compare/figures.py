@@ -5,7 +5,7 @@ Pure; knows neither tables nor files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -31,7 +31,7 @@ class Figure:
     key: str  # its name in report.json
     title: str  # its name for people
     of_run: Callable[[Run], float | None]  # finds it; None where it was not measured
-    form: Callable[[float], str]
+    form: Callable[[float], str] = format_nbytes
 
     def of_runs(self, runs: Sequence[Run]) -> Spread | None:
         """Return the figure of the runs that count; None where none of them has it."""
@@ -71,61 +71,31 @@ class Figure:
 
 def figures(baseline_bytes: int) -> list[Figure]:
     """Return all figures, the most important one first; a baseline of 0 bytes was not measured."""
+
+    def above_baseline(run: Run) -> int | None:
+        if not baseline_bytes:
+            return None
+        return max((sample.above(baseline_bytes) for sample in run.samples), default=None)
+
+    def largest_process(run: Run) -> int | None:
+        return max(run.peaks.process_rss_bytes.values(), default=None)
+
     return [
-        Figure(
-            "rss_above_baseline_bytes_max",
-            "peak RSS above imports",
-            lambda run: (
-                _largest(s.above(baseline_bytes) for s in run.samples) if baseline_bytes else None
-            ),
-            format_nbytes,
-        ),
-        Figure(
-            "rss_bytes_max",
-            "peak RSS",
-            lambda run: _largest(s.total_rss_bytes for s in run.samples),
-            format_nbytes,
-        ),
-        Figure(
-            "process_rss_bytes_max",
-            "peak RSS, largest process",
-            lambda run: _largest(run.peaks.process_rss_bytes.values()),
-            format_nbytes,
-        ),
-        Figure("pss_bytes_max", "peak PSS", lambda run: run.peaks.pss_bytes or None, format_nbytes),
-        Figure(
-            "locked_bytes_max",
-            "page-locked",
-            lambda run: _largest(s.locked_bytes for s in run.samples),
-            format_nbytes,
-        ),
-        Figure(
-            "registered_bytes_max",
-            "pinned by the kernel",
-            lambda run: _largest(s.registered_bytes for s in run.samples),
-            format_nbytes,
-        ),
+        Figure("rss_above_baseline_bytes_max", "peak RSS above imports", above_baseline),
+        Figure("rss_bytes_max", "peak RSS", _of_samples("total_rss_bytes")),
+        Figure("process_rss_bytes_max", "peak RSS, largest process", largest_process),
+        Figure("pss_bytes_max", "peak PSS", lambda run: run.peaks.pss_bytes or None),
+        Figure("locked_bytes_max", "page-locked", _of_samples("locked_bytes")),
+        Figure("registered_bytes_max", "pinned by the kernel", _of_samples("registered_bytes")),
         Figure(
             "step_time_s_mean",
             "step time, mean",
             lambda run: fmean(run.step_times_s) if run.step_times_s else None,
             format_seconds,
         ),
-        Figure(
-            "read_bytes",
-            "read from SSD",
-            lambda run: run.io_bytes[0] if run.io_bytes else None,
-            format_nbytes,
-        ),
-        Figure(
-            "written_bytes",
-            "written to SSD",
-            lambda run: run.io_bytes[1] if run.io_bytes else None,
-            format_nbytes,
-        ),
-        Figure(
-            "disk_bytes_max", "disk used", lambda run: run.peaks.disk_bytes or None, format_nbytes
-        ),
+        Figure("read_bytes", "read from SSD", lambda run: run.io_bytes and run.io_bytes[0]),
+        Figure("written_bytes", "written to SSD", lambda run: run.io_bytes and run.io_bytes[1]),
+        Figure("disk_bytes_max", "disk used", lambda run: run.peaks.disk_bytes or None),
     ]
 
 
@@ -142,5 +112,5 @@ def format_seconds(value: float) -> str:
     return f"{value:.2f} s"
 
 
-def _largest(values: Iterable[int]) -> int | None:
-    return max(values, default=None)
+def _of_samples(field: str) -> Callable[[Run], int | None]:
+    return lambda run: max((getattr(sample, field) for sample in run.samples), default=None)

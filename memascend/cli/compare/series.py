@@ -74,10 +74,10 @@ def drive_charts(report: Report) -> list[Chart]:
             line_chart(
                 f"Drive {name}: {what} per second",
                 Quantity(f"bytes {what}", "B/s"),
-                _of_runs(report, partial(_rates, name=name, counter=f"{what}_bytes")),
+                _of_runs(report, partial(_rates, name=name, counter=counter)),
             )
             for name in sorted(names)
-            for what in ("read", "written")
+            for what, counter in (("read", "read_bytes"), ("written", "write_bytes"))
         )
     )
 

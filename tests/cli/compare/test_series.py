@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from memascend.base.units import MIB
 from memascend.cli.compare import series
 from memascend.cli.compare.steps import phase_times
 from memascend.ledger.trace import SETUP, Mark, Measures, Recording
-from memascend.system.drive_counters import DriveCounters
 from memascend.system.processes import DriveSample
 from tests.support.comparisons import make_comparison, make_marks, make_report, make_run
 from tests.support.painted import legend_of, painted, points_of
@@ -88,12 +89,12 @@ def test_drives_are_drawn_as_rates_one_chart_for_each_way() -> None:
 
 
 def test_a_drive_that_is_not_always_there_is_drawn_where_it_is() -> None:
-    counters = DriveCounters(MIB, MIB, 0.0)
+    counters = SimpleNamespace(read_bytes=MIB, write_bytes=MIB)
     samples = [
         DriveSample(0.0, {}),
         DriveSample(1.0, {"sda": counters}),
         DriveSample(1.0, {"sda": counters}),
-        DriveSample(2.0, {"sda": DriveCounters(3 * MIB, MIB, 0.0)}),
+        DriveSample(2.0, {"sda": SimpleNamespace(read_bytes=3 * MIB, write_bytes=MIB)}),
     ]
     charts = series.drive_charts(make_report(make_run("stock", drive_samples=samples)))
     assert "2.00 MiB/s" in charts[0].description
