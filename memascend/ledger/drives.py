@@ -59,11 +59,9 @@ class DriveWear:
 
     name: str  # the kernel's name, such as "nvme0n1"
     model: str = ""  # the maker's name of the model
-    #: The drive's own estimate of the endurance used up; may exceed 100.
-    used_percent: int | None = None
+    used_percent: int | None = None  # the drive's estimate of the endurance used up; may exceed 100
     life_written_bytes: int | None = None  # bytes written over the drive's life, by all programs
-    #: Bytes written between two reports; None before the second.
-    run_written_bytes: int | None = None
+    run_written_bytes: int | None = None  # bytes written between two reports; None before then
     run_seconds: float | None = None  # seconds between the two reports
 
     @property

@@ -44,15 +44,11 @@ class Ledger:
     drive: Mapping[str, int | float]  # counters of the store; empty without one
     unregistered_bytes: int = 0  # held memory that should be registered with the device and is not
     wear: Wear | None = None  # bytes that all ranks of this machine wrote; None without a store
-    #: Traffic and latency of each volume; empty without a store.
-    volumes: Sequence[VolumeTraffic] = ()
-    #: The wear of the drives below the volumes, from their SMART data; empty without any.
-    drives: Sequence[DriveWear] = ()
+    volumes: Sequence[VolumeTraffic] = ()  # traffic and latency of each; none without a store
+    drives: Sequence[DriveWear] = ()  # wear of the drives below the volumes, from SMART data
     heap: str = ""  # the allocator behind malloc and its settings; empty if it was not examined
-    #: Peak device memory allocated by torch; None if the device is the CPU.
-    device_bytes_peak: int | None = None
-    #: Saved activations; None if they stay on the device.
-    activations: ActivationTraffic | None = None
+    device_bytes_peak: int | None = None  # peak allocated by torch; None if the device is the CPU
+    activations: ActivationTraffic | None = None  # saved ones; None if they stay on the device
     machine: str = ""  # name of the rank's machine
 
     @property

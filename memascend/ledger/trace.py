@@ -19,7 +19,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TextIO
 
-from memascend import _core
 from memascend.base.json_text import parse_json
 from memascend.system.files import open_new
 
@@ -45,31 +44,6 @@ class Measures:
     drive_wait_s: float = 0.0  # seconds that training waited for the drives
     device_wait_s: float = 0.0  # seconds that threads of ours waited for the device
     optimizer_wait_s: float = 0.0  # seconds that training waited for background optimizer steps
-
-
-def measures_of(
-    *,
-    components: Mapping[str, _core.ComponentStats],
-    drive: Mapping[str, int | float],
-    device_wait_s: float,
-    optimizer_wait_s: float,
-) -> Measures:
-    """Return the counters of a rank.
-
-    Args:
-        components: Host memory by component.
-        drive: Counters of the store; those that are missing are zero.
-        device_wait_s: Seconds that threads of ours waited for the device.
-        optimizer_wait_s: Seconds that training waited for background optimizer steps.
-    """
-    return Measures(
-        components={name: found.live_bytes for name, found in components.items()},
-        read_bytes=int(drive.get("bytes_read", 0)),
-        written_bytes=int(drive.get("bytes_written", 0)),
-        drive_wait_s=drive.get("wait_seconds", 0.0),
-        device_wait_s=device_wait_s,
-        optimizer_wait_s=optimizer_wait_s,
-    )
 
 
 @dataclass(frozen=True, slots=True)

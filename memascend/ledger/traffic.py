@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from memascend import _core
 from memascend.base.units import format_nbytes
@@ -69,18 +69,10 @@ class VolumeTraffic:
         return "; ".join(parts)
 
 
+_ADAPTER = TypeAdapter(list[VolumeTraffic])
+
+
 def traffic_of(store: _core.Store) -> list[VolumeTraffic]:
     """Return the traffic of every volume of a store."""
-    return [_traffic(volume.path, volume.traffic) for volume in store.volume_stats()]
-
-
-def _traffic(path: str, found: Mapping[str, Any]) -> VolumeTraffic:
-    return VolumeTraffic(
-        path=path,
-        bytes_read=found["bytes_read"],
-        bytes_written=found["bytes_written"],
-        busy_s=found["busy_s"],
-        reads=Latency(**found["reads"]),
-        writes=Latency(**found["writes"]),
-        needed=Latency(**found["needed"]),
-    )
+    found = [{"path": volume.path} | volume.traffic for volume in store.volume_stats()]
+    return _ADAPTER.validate_python(found)

@@ -23,8 +23,7 @@ class Wear:
     step_bytes: int  # mean of the bytes of one optimizer step; excludes writing the initial model
     steps: int  # optimizer steps so far
     seconds: float  # seconds since the first step ended
-    #: Stated bytes that the drives may still be written; None if not stated.
-    endurance_bytes: int | None = None
+    endurance_bytes: int | None = None  # bytes that may still be written, if they are stated
     budget_bytes: int | None = None  # bytes that this run may write; None without a budget
 
     @property

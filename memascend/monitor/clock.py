@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 
 from memascend.ledger.trace import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES
@@ -24,8 +24,7 @@ class StepTimes:
     forward: float = 0.0  # time in the model's forward passes
     backward: float = 0.0  # time from the end of a forward pass to the engine's step
     optimizer: float = 0.0  # time in the engine's step
-    #: Remaining time since the end of the last step: data, logs, evaluation, checkpoints.
-    other: float = 0.0
+    other: float = 0.0  # the rest since the last step: data, logs, evaluation, checkpoints
     #: Time that training and the activation thread waited for the drives. Excludes a background
     #: optimizer step.
     waited: float = 0.0
@@ -40,7 +39,6 @@ class StepClock:
     """Adds up the time that each phase takes in a step."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Begin outside of every phase."""
         self._clock = clock
         self.phase = OTHER
         self._since = clock()
@@ -65,13 +63,8 @@ class StepClock:
         count = len(self._recent)
         if not count:
             return None
-        return StepTimes(
-            forward=sum(times.forward for times in self._recent) / count,
-            backward=sum(times.backward for times in self._recent) / count,
-            optimizer=sum(times.optimizer for times in self._recent) / count,
-            other=sum(times.other for times in self._recent) / count,
-            waited=sum(times.waited for times in self._recent) / count,
-        )
+        every = [asdict(times) for times in self._recent]
+        return StepTimes(**{name: sum(one[name] for one in every) / count for name in every[0]})
 
     def begin_forward(self, *, after_backward: bool, waited: float) -> None:
         """Note that a forward pass begins, and the seconds that training waited so far.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -76,11 +75,7 @@ def make_run(root: Path, run: str, *, is_shared: bool) -> None:
 
 
 def check_own(folder: Path) -> None:
-    """Refuse a folder in /tmp that another user may have prepared.
-
-    Raises:
-        PermissionError: The folder is a link, belongs to another user, or others can write to it.
-    """
+    """Raise PermissionError for a folder in /tmp that another user may have prepared."""
     state = folder.lstat()
     is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
     if not is_own or state.st_mode & 0o022:
@@ -110,12 +105,9 @@ def ranks_of(run: Path) -> list[RankFile]:
 
 
 def find_run(name: str | None, root: Path | None = None) -> Path:
-    """Return the folder of a run.
+    """Return the folder of a run: the latest with a running rank, else the latest, without a name.
 
-    Args:
-        name: Name of the run; or the path of a run, of a folder of runs, or of one rank's file.
-            None: the latest run with a running rank, else the latest run.
-        root: Folder of runs; None: this user's.
+    The name is that of a run; or the path of a run, of a folder of runs, or of one rank's file.
 
     Raises:
         ConfigError: No such run; the message names the places searched and the runs that exist. Or
@@ -132,9 +124,10 @@ def find_run(name: str | None, root: Path | None = None) -> Path:
             return candidate
     if path.is_dir():
         return _latest(path)
+    names = [run.name for run in runs_in(root)][:ENDED_RUNS_KEPT]
     raise ConfigError(
         f"there is no run {name!r}: neither {root / name} nor {path.absolute()} is a folder with "
-        f"rank-N.json in it. {_what_there_is(root)}"
+        f"rank-N.json in it. Runs in {root}: {', '.join(names) or 'none'}"
     )
 
 
@@ -147,12 +140,10 @@ def _latest(root: Path) -> Path:
             "memascend.status is false or names another folder, or it runs as another user or in a "
             "container. Name the folder: memascend monitor FOLDER"
         )
-    return next((run for run in found if _is_running(run)), found[0])
-
-
-def _is_running(run: Path) -> bool:
-    """Return whether a rank of the run is known to run; an unreadable one is not."""
-    return any(rank.status is not None and not rank.has_ended for rank in ranks_of(run))
+    for run in found:
+        if any(rank.status is not None and not rank.has_ended for rank in ranks_of(run)):
+            return run
+    return found[0]
 
 
 def _check_trusted(root: Path) -> None:
@@ -179,22 +170,12 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _what_there_is(root: Path) -> str:
-    names = [run.name for run in runs_in(root)][:ENDED_RUNS_KEPT]
-    return f"Runs in {root}: {', '.join(names) or 'none'}"
-
-
 def _remove_old(root: Path) -> None:
     """Remove runs that have ended, but for the latest; files of other users stay."""
     ended = (run for run in runs_in(root) if all(rank.has_ended for rank in ranks_of(run)))
     for run in list(ended)[ENDED_RUNS_KEPT:]:
         with suppress(OSError):
-            for path in _files_of(run):
-                path.unlink()
+            for path in _listed(run):
+                if _RANK_FILE.fullmatch(path.name.removeprefix(".memascend-").removesuffix(".new")):
+                    path.unlink()
             run.rmdir()
-
-
-def _files_of(run: Path) -> Iterator[Path]:
-    for path in _listed(run):
-        if _RANK_FILE.fullmatch(path.name.removeprefix(".memascend-").removesuffix(".new")):
-            yield path

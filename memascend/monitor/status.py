@@ -50,10 +50,8 @@ class Status:
     steps_total: int | None  # steps of the learning-rate schedule; None if it has no end
     last: StepTimes | None  # times of the last step; None before the first
     mean: StepTimes | None  # mean times of the last steps
-    #: Rate of this rank; the sum over the ranks is the rate of the run.
-    samples_per_second: float | None
-    #: The same in tokens, padding included; None if the model gets no tokens.
-    tokens_per_second: float | None
+    samples_per_second: float | None  # of this rank; the sum over the ranks is the run's rate
+    tokens_per_second: float | None  # with padding; None if the model gets no tokens
     rates: Sequence[VolumeRate]  # rates of each volume since the last status
     ledger: Ledger
     version: Literal[1] = 1  # version of the document; other versions are refused
@@ -102,14 +100,12 @@ def rates_between(
     before: Sequence[VolumeTraffic], now: Sequence[VolumeTraffic], seconds: float
 ) -> list[VolumeRate]:
     """Return the rates of each volume between two accounts."""
-    found = []
-    for old, new in zip(before, now, strict=True):
-        found.append(
-            VolumeRate(
-                path=new.path,
-                read=(new.bytes_read - old.bytes_read) / seconds,
-                written=(new.bytes_written - old.bytes_written) / seconds,
-                busy=min(1.0, (new.busy_s - old.busy_s) / seconds),
-            )
+    return [
+        VolumeRate(
+            path=new.path,
+            read=(new.bytes_read - old.bytes_read) / seconds,
+            written=(new.bytes_written - old.bytes_written) / seconds,
+            busy=min(1.0, (new.busy_s - old.busy_s) / seconds),
         )
-    return found
+        for old, new in zip(before, now, strict=True)
+    ]

@@ -39,8 +39,7 @@ class Heap:
 
     allocator: str  # name and version, such as "glibc 2.36"; of another allocator its file's name
     why_left: str = ""  # reason why it is not set; empty if glibc's may be set
-    #: Smallest allocation with a mapping of its own; None before it is set.
-    mapped_bytes_min: int | None = None
+    mapped_bytes_min: int | None = None  # smallest allocation with its own mapping; None: not set
 
     @property
     def is_glibc(self) -> bool:
@@ -63,7 +62,8 @@ def examine_heap(settings: Sequence[str] = ()) -> Heap:
     libc = _glibc()
     if libc is None or not _is_serving(libc):
         return Heap(_file_of_malloc(libc), "it is not glibc's")
-    return Heap(_glibc_version(), f"set by {', '.join(settings)}" if settings else "")
+    version = os.confstr("CS_GNU_LIBC_VERSION") or _GLIBC
+    return Heap(version, f"set by {', '.join(settings)}" if settings else "")
 
 
 def give_back_freed(
@@ -111,10 +111,6 @@ def _glibc() -> ctypes.CDLL | None:
     except OSError:
         return None
     return libc
-
-
-def _glibc_version() -> str:
-    return os.confstr("CS_GNU_LIBC_VERSION") or _GLIBC
 
 
 def _is_serving(libc: ctypes.CDLL) -> bool:

@@ -21,7 +21,6 @@ from memascend.ledger.trace import (
     Measures,
     Recording,
     Trace,
-    measures_of,
     read_recording,
 )
 
@@ -184,18 +183,6 @@ def test_no_trace_is_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "8-0.trace.jsonl").mkdir()
     assert read_recording(tmp_path).marks == []
     assert read_recording(tmp_path / "missing") == Recording()
-
-
-def test_measures_are_those_of_what_there_is() -> None:
-    found = measures_of(
-        components={"slots": type("Stats", (), {"live_bytes": 9})},  # type: ignore[dict-item]
-        drive={"bytes_read": 5, "bytes_written": 6, "wait_seconds": 1.5},
-        device_wait_s=0.5,
-        optimizer_wait_s=0.25,
-    )
-    assert found == Measures({"slots": 9}, 5, 6, 1.5, 0.5, 0.25)
-    nothing = measures_of(components={}, drive={}, device_wait_s=0.0, optimizer_wait_s=0.0)
-    assert nothing == Measures()
 
 
 def test_the_names_of_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

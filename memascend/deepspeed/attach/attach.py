@@ -30,7 +30,7 @@ from memascend.deepspeed.plan.from_optimizer import building_sizes, check_smalle
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
 from memascend.errors import ConfigError, MemAscendError
 from memascend.ledger.drives import DriveWatch
-from memascend.ledger.trace import Measures, Trace, measures_of
+from memascend.ledger.trace import Measures, Trace
 from memascend.monitor.runs import default_root, run_name
 from memascend.monitor.status_file import RankPlace
 from memascend.plan.masters import check_masters
@@ -57,21 +57,17 @@ def attach(config: MemAscendConfig, settings: DeepSpeedSettings, nvme_path: obje
     limit_bytes = stated_limit(config)
     sizes = building_sizes(limit_bytes)
     with all_or_none(_cannot_begin):  # no other collective inside
-        _check(config, settings, limit_bytes)
+        check_limit_can_be_kept(config, settings)
+        check_state_dtype(config, settings)
+        check_masters(config, settings)
+        _check_report(config)
+        check_smallest(config, settings, limit_bytes)
         parts = _build(config, settings, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
     return Attachment(*parts, place=_rank_place(config))
 
 
 def _cannot_begin(ranks: str) -> MemAscendError:
     return MemAscendError(f"{ranks} cannot begin, so no rank does; see the errors of these ranks")
-
-
-def _check(config: MemAscendConfig, settings: DeepSpeedSettings, limit_bytes: int | None) -> None:
-    check_limit_can_be_kept(config, settings)
-    check_state_dtype(config, settings)
-    check_masters(config, settings)
-    _check_report(config)
-    check_smallest(config, settings, limit_bytes)
 
 
 def _build(
@@ -102,9 +98,12 @@ def _build(
 
 
 def _measure(runtime: Runtime) -> Measures:
-    return measures_of(
-        components=runtime.host.components(),
-        drive=runtime.drive.stats(),
+    drive = runtime.drive.stats()
+    return Measures(
+        components={name: one.live_bytes for name, one in runtime.host.components().items()},
+        read_bytes=int(drive.get("bytes_read", 0)),
+        written_bytes=int(drive.get("bytes_written", 0)),
+        drive_wait_s=drive.get("wait_seconds", 0.0),
         device_wait_s=0.0 if runtime.new_event is None else runtime.new_event.waited_s,
         optimizer_wait_s=runtime.background.waited_s,
     )
@@ -209,17 +208,10 @@ def _stock_parts(
 def _stock_aio_handle(settings: DeepSpeedSettings) -> Any:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    aio = settings.aio
     return (
         AsyncIOBuilder()
         .load(verbose=False)
-        .aio_handle(
-            block_size=aio.block_size,
-            queue_depth=aio.queue_depth,
-            single_submit=aio.single_submit,
-            overlap_events=aio.overlap_events,
-            intra_op_parallelism=aio.intra_op_parallelism,
-        )
+        .aio_handle(**settings.aio.model_dump(exclude={"use_gds", "left_to_trainer"}))
     )
 
 

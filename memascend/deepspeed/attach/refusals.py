@@ -9,11 +9,7 @@ _TURN_OFF = 'turn memascend off with "memascend": {"enabled": false}'
 
 
 def check_config(settings: DeepSpeedSettings) -> None:
-    """Refuse settings that cannot work with an active block.
-
-    Raises:
-        ConfigError: Names the keys, the values and the fix.
-    """
+    """Raise ConfigError for settings that cannot work with an active block."""
     zero = settings.zero_optimization
     if zero.stage != 3:
         raise ConfigError(
