@@ -130,11 +130,7 @@ def _reader(
 def _states(
     folder: Path, tensors: _Tensors, origins: Sequence[int]
 ) -> dict[str | None, torch.dtype]:
-    """Return the states of a sub-group made from saved ones, which must all have the same states.
-
-    Raises:
-        CheckpointError: They have different states.
-    """
+    """Return the states of a sub-group made from saved ones, which must have the same states."""
     found: list[dict[str | None, torch.dtype]] = [
         {state: tensor.dtype for (index, state), tensor in tensors.items() if index == origin}
         for origin in origins
@@ -145,16 +141,15 @@ def _states(
 
 
 def _scalars(folder: Path, source: CheckpointSource, origins: Sequence[int]) -> dict[str, Any]:
-    """Return the non-elementwise state of a sub-group, such as its step count.
-
-    Raises:
-        CheckpointError: The saved sub-groups differ in it, or a tensor has several elements.
-    """
+    """Return the state that saved sub-groups share for all their elements: a step count, say."""
     states = source.optimizer_states["state"]
     found = []
     for origin in origins:
-        values = states.get(origin, {})
-        scalars = {name: value for name, value in values.items() if _has_elements(value)}
+        scalars = {
+            name: value
+            for name, value in states.get(origin, {}).items()
+            if not isinstance(value, torch.Tensor) or value.numel() > 0
+        }
         for name, value in scalars.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise _cannot_divide(folder, f"{name!r} of shape {tuple(value.shape)}")
@@ -162,10 +157,6 @@ def _scalars(folder: Path, source: CheckpointSource, origins: Sequence[int]) -> 
     if any(scalars != found[0] for scalars in found):
         raise _cannot_divide(folder, f"sub-groups with {found[:4]}")
     return found[0]
-
-
-def _has_elements(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) or value.numel() > 0
 
 
 def _name(parameters: Sequence[NamedParameter], ids: Mapping[str, int]) -> str:

@@ -95,7 +95,7 @@ def examine(path: Path) -> list[Check]:
     """Run every check; the last one writes to `path`."""
     checks = [
         _system(),
-        _package("torch", required=True),
+        _package("torch"),
         _deepspeed(),
         _activation(),
         _io_uring(),
@@ -122,16 +122,16 @@ def _system() -> Check:
     return Check("system", "ok", found)
 
 
-def _package(name: str, *, required: bool) -> Check:
+def _package(name: str) -> Check:
     try:
         return Check(name, "ok", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "problem" if required else "note", "missing", f"pip install {name}")
+        return Check(name, "problem", "missing", f"pip install {name}")
 
 
 def _deepspeed() -> Check:
     """Compare DeepSpeed's code with the known fingerprints, as training does at its start."""
-    check = _package("deepspeed", required=True)
+    check = _package("deepspeed")
     if check.state != "ok":
         return check
     try:

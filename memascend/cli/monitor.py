@@ -19,8 +19,8 @@ from rich.text import Text
 from memascend.base.units import format_nbytes
 from memascend.errors import ConfigError
 from memascend.ledger.ledger import LedgerRow
+from memascend.ledger.trace import PHASES
 from memascend.ledger.traffic import Latency, VolumeTraffic
-from memascend.monitor.clock import StepTimes
 from memascend.monitor.prometheus import as_prometheus
 from memascend.monitor.runs import RankFile, find_run, ranks_of
 from memascend.monitor.status import Status, VolumeRate
@@ -88,7 +88,8 @@ def monitor_command(args: argparse.Namespace, console: Console | None = None) ->
         ranks = _watch(run, look, console if is_live else None)
     elif ranks:
         console.print(view(ranks))
-    return 1 if _died(ranks) else 0
+    has_died = [r.has_ended and r.status and not r.status.is_finished for r in ranks]
+    return 1 if any(has_died) else 0
 
 
 def _watch(
@@ -106,10 +107,6 @@ def _watch(
             seen = found
             shown.update(view(seen), refresh=True)
     return seen
-
-
-def _died(ranks: Iterable[RankFile]) -> bool:
-    return any(rank.has_ended and rank.status and not rank.status.is_finished for rank in ranks)
 
 
 def _check_prometheus(path: Path) -> None:
@@ -162,7 +159,8 @@ def _title(known: Sequence[Status]) -> Text:
 
 def _summary(known: Sequence[Status]) -> list[Text]:
     """Return lines on speed, the parts of a step, and wear."""
-    slowest = max((status.mean for status in known if status.mean), key=_total, default=None)
+    means = (status.mean for status in known if status.mean)
+    slowest = max(means, key=lambda mean: mean.total, default=None)
     lines = []
     if slowest is not None:
         parts = [f"{_seconds(slowest.total)} a step"]
@@ -177,8 +175,8 @@ def _summary(known: Sequence[Status]) -> list[Text]:
             parts.append(f"{_seconds(left)} left")
         lines.append(Text(", ".join(parts)))
         shares = ", ".join(
-            f"{name} {100 * seconds / max(slowest.total, 1e-9):.0f} %"
-            for name, seconds in _parts(slowest)
+            f"{phase} {100 * getattr(slowest, phase) / max(slowest.total, 1e-9):.0f} %"
+            for phase in PHASES
         )
         lines.append(Text(shares))
         lines.append(Text(f"training waited {_seconds(slowest.waited)} of a step for the drives"))
@@ -279,19 +277,6 @@ def _table(first: str, *others: str) -> Table:
         left = title == "state"
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
     return table
-
-
-def _parts(times: StepTimes) -> list[tuple[str, float]]:
-    return [
-        ("forward", times.forward),
-        ("backward", times.backward),
-        ("optimizer", times.optimizer),
-        ("other", times.other),
-    ]
-
-
-def _total(times: StepTimes) -> float:
-    return times.total
 
 
 def _seconds(seconds: float) -> str:

@@ -31,8 +31,8 @@ from memascend.cli.plan_context import (
     fit_markdown,
     is_asked,
     print_context,
-    training_of,
     whole_number,
+    within_host_memory,
 )
 from memascend.cli.plan_plot import plot
 from memascend.cli.plan_time import (
@@ -48,7 +48,7 @@ from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
-from memascend.plan.context import Training
+from memascend.plan.context import DeviceSettings, Training, widths_of
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.masters import check_masters
@@ -238,13 +238,15 @@ def _accounts(
 
 
 def _training(accounts: Accounts, args: argparse.Namespace) -> Training:
-    return training_of(
-        accounts.shapes,
-        accounts.stock,
-        accounts.memascend,
-        settings=accounts.settings,
-        block=accounts.block,
-        args=args,
+    hidden = widths_of(accounts.shapes).hidden
+    return Training(
+        shapes=accounts.shapes,
+        stock=accounts.stock,
+        ours=within_host_memory(accounts.shapes, accounts.memascend, args),
+        device=DeviceSettings.from_deepspeed(accounts.settings, hidden=hidden),
+        activations=accounts.block.activations,
+        has_fused_loss=args.fused_loss,
+        has_tiled_mlp=args.tiled_mlp,
     )
 
 

@@ -17,8 +17,6 @@ from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
 from memascend.cli.plan_time import drive_seconds
-from memascend.config.block import MemAscendConfig
-from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
@@ -27,10 +25,8 @@ from memascend.plan.context import (
     STOCK_ON_HOST,
     WAYS,
     ContextPlan,
-    DeviceSettings,
     Training,
     Way,
-    widths_of,
     with_activations,
 )
 from memascend.plan.derive import Plan, derive
@@ -38,7 +34,6 @@ from memascend.plan.fit import TOKENS_MAX, Fit, Room, fit
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.layers import LOGITS_BYTES
 from memascend.plan.shapes import ModelShapes, builtin
-from memascend.plan.stock import StockPlan
 
 #: Models and machines of the table that `--table --fit` prints.
 TABLE_MODELS = ("Qwen2.5-7B", "Llama-3.1-8B")
@@ -104,31 +99,18 @@ def is_asked(args: argparse.Namespace) -> bool:
     return args.context is not None or args.fit
 
 
-def training_of(
-    shapes: ModelShapes,
-    stock: StockPlan,
-    ours: Plan,
-    *,
-    settings: DeepSpeedSettings,
-    block: MemAscendConfig,
-    args: argparse.Namespace,
-) -> Training:
-    """Return the input of the arithmetic.
-
-    Raises:
-        ConfigError: Only shapes are known, or a value cannot be used.
-    """
-    hidden = widths_of(shapes).hidden
+def within_host_memory(shapes: ModelShapes, ours: Plan, args: argparse.Namespace) -> Plan:
+    """Return the plan with activation slots, made to fit --host-memory if possible."""
+    host_bytes = _host_bytes(args)
     request = dataclasses.replace(ours.request, has_activations=True)
-    return Training(
-        shapes=shapes,
-        stock=stock,
-        ours=_within(shapes, dataclasses.replace(ours, request=request), _host_bytes(args)),
-        device=DeviceSettings.from_deepspeed(settings, hidden=hidden),
-        activations=block.activations,
-        has_fused_loss=args.fused_loss,
-        has_tiled_mlp=args.tiled_mlp,
-    )
+    plan = derive(shapes, request=request, limit_bytes=ours.limit_bytes)
+    if host_bytes is None or plan.host_bytes + HOST_RESERVE_BYTES <= host_bytes:
+        return plan
+    try:
+        room_bytes = max(0, host_bytes - HOST_RESERVE_BYTES)
+        return derive(shapes, request=request, limit_bytes=room_bytes)
+    except LimitTooSmallError:
+        return plan  # the output shows the missing bytes
 
 
 def context_json(training: Training, args: argparse.Namespace) -> dict[str, Any]:
@@ -222,18 +204,6 @@ def _size(text: str | None, option: str) -> int | None:
     if nbytes == 0:
         raise ConfigError(f"{option}: must be above 0 bytes, got {text}")
     return nbytes
-
-
-def _within(shapes: ModelShapes, ours: Plan, host_bytes: int | None) -> Plan:
-    """Return the plan with activation slots, made to fit host memory if possible."""
-    plan = derive(shapes, request=ours.request, limit_bytes=ours.limit_bytes)
-    if host_bytes is None or plan.host_bytes + HOST_RESERVE_BYTES <= host_bytes:
-        return plan
-    try:
-        room_bytes = max(0, host_bytes - HOST_RESERVE_BYTES)
-        return derive(shapes, request=ours.request, limit_bytes=room_bytes)
-    except LimitTooSmallError:
-        return plan  # the output shows the missing bytes
 
 
 def _plans(training: Training, args: argparse.Namespace) -> list[ContextPlan]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend._core import AdamCoefficients, KernelHelpers, adam_update
+from memascend.kernels.overflow import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -68,18 +69,18 @@ def update(
     _check("gradient", gradient, numel, DTYPES)
     _check("weight", weight, numel, DTYPES[:1])
     _check("exp_avg", exp_avg, numel, MOMENT_DTYPES)
-    _check("exp_avg_sq", exp_avg_sq, numel, (_name(exp_avg.dtype),))
+    _check("exp_avg_sq", exp_avg_sq, numel, (dtype_name(exp_avg.dtype),))
     if output is not None:
         _check("output", output, numel, DTYPES[1:])
     adam_update(
         gradient=gradient.data_ptr(),
-        gradient_dtype=_name(gradient.dtype),
+        gradient_dtype=dtype_name(gradient.dtype),
         weight=weight.data_ptr(),
         exp_avg=exp_avg.data_ptr(),
         exp_avg_sq=exp_avg_sq.data_ptr(),
-        moment_dtype=_name(exp_avg.dtype),
+        moment_dtype=dtype_name(exp_avg.dtype),
         output=0 if output is None else output.data_ptr(),
-        output_dtype=None if output is None else _name(output.dtype),
+        output_dtype=None if output is None else dtype_name(output.dtype),
         numel=numel,
         coefficients=coefficients,
         tail_numel=tail_numel,
@@ -107,10 +108,9 @@ def make_rounding_key(*numbers: int) -> int:
 
 def _check(name: str, tensor: torch.Tensor, numel: int, dtypes: tuple[str, ...]) -> None:
     """Raise for a tensor that the core would misread: it gets only addresses."""
-    if _name(tensor.dtype) not in dtypes:
-        raise ValueError(
-            f"cannot step with {name} of dtype {_name(tensor.dtype)}; known: {', '.join(dtypes)}"
-        )
+    dtype = dtype_name(tensor.dtype)
+    if dtype not in dtypes:
+        raise ValueError(f"cannot step with {name} of dtype {dtype}; known: {', '.join(dtypes)}")
     if tensor.numel() != numel:
         raise ValueError(
             f"{name} has {tensor.numel()} elements and the gradient {numel}; give them one length"
@@ -122,7 +122,3 @@ def _check(name: str, tensor: torch.Tensor, numel: int, dtypes: tuple[str, ...])
             f"cannot step with a non-contiguous {name}: shape {tuple(tensor.shape)}, stride "
             f"{tensor.stride()}; give the contiguous buffer it is a view of"
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -49,7 +49,7 @@ def scan(
     Raises:
         ValueError: The tensor is not contiguous, or its dtype, layout or device is not supported.
     """
-    dtype = _name(tensor.dtype)
+    dtype = dtype_name(tensor.dtype)
     if dtype not in _DTYPES:
         raise ValueError(f"cannot scan a tensor of dtype {dtype}; known: {', '.join(_DTYPES)}")
     layout = str(tensor.layout).removeprefix("torch.")
@@ -108,12 +108,13 @@ def sum_of_squares(
         result = scan(tensor, sum_squares=True, threads=threads, helpers=helpers)
         return torch.tensor(result.sum_squares, dtype=torch.float64)
     kernel = _device_kernel(tensor.device.type) if fused and dtype == torch.float64 else None
-    if kernel is not None and tensor.is_contiguous() and _name(tensor.dtype) in _DTYPES:
+    if kernel is not None and tensor.is_contiguous() and dtype_name(tensor.dtype) in _DTYPES:
         return cast("torch.Tensor", kernel.launch(tensor, sum_squares=True)[1])
     return _sum_in_pieces(tensor, dtype)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the core's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -37,11 +37,7 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict
 
 
 def numbers_of(config: Mapping[str, Any]) -> Numbers:
-    """Return the numbers of a config.json whose architecture is known.
-
-    Raises:
-        ConfigError: The architecture is unknown.
-    """
+    """Return the numbers of a config.json; raise ConfigError if its architecture is unknown."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise ConfigError(
@@ -64,11 +60,7 @@ class Numbers:
         self._defaults = defaults
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1.
-
-        Raises:
-            ConfigError: It is missing, or has another type or value.
-        """
+        """Return a whole number of at least 1; raise ConfigError for any other value."""
         value = self._value(key, default)
         maximum = LAYER_COUNT_MAX if key in _LAYER_KEYS else COUNT_MAX
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
@@ -79,11 +71,7 @@ class Numbers:
         return value
 
     def flag(self, key: str) -> bool:
-        """Return true or false; false if the key is missing.
-
-        Raises:
-            ConfigError: It has another type.
-        """
+        """Return true or false, false if the key is missing; raise ConfigError for other values."""
         value = self._value(key, False)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} must be true or false, got {show_json(value)}")

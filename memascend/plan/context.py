@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
 from memascend.base.sizes import IN_FLIGHT_COUNT
@@ -63,31 +63,24 @@ LAYER = "in backward of a layer (estimate)"
 ACTIVATIONS = "activations"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Way:
     """A way to train: which activations are saved, and where."""
 
     title: str
-    has_memascend: bool  # whether memascend runs; else stock DeepSpeed
-    has_checkpoints: bool  # whether each layer saves only its input, and is recomputed in backward
+    _: KW_ONLY
     place: str  # "device", "host" or "drive"
+    has_memascend: bool = False  # whether memascend runs; else stock DeepSpeed
+    has_checkpoints: bool = False  # whether a layer saves its input alone, and is recomputed
 
 
-STOCK_ALL = Way(
-    title="stock, no checkpointing", has_memascend=False, has_checkpoints=False, place="device"
-)
-STOCK_CHECKPOINTS = Way(
-    title="stock, checkpointing", has_memascend=False, has_checkpoints=True, place="device"
-)
-STOCK_ON_HOST = Way(
-    title="stock, checkpoints on the host", has_memascend=False, has_checkpoints=True, place="host"
-)
+STOCK_ALL = Way("stock, no checkpointing", place="device")
+STOCK_CHECKPOINTS = Way("stock, checkpointing", place="device", has_checkpoints=True)
+STOCK_ON_HOST = Way("stock, checkpoints on the host", place="host", has_checkpoints=True)
 OURS_CHECKPOINTS = Way(
-    title="memascend, checkpointing", has_memascend=True, has_checkpoints=True, place="drive"
+    "memascend, checkpointing", place="drive", has_memascend=True, has_checkpoints=True
 )
-OURS_ALL = Way(
-    title="memascend, no checkpointing", has_memascend=True, has_checkpoints=False, place="drive"
-)
+OURS_ALL = Way("memascend, no checkpointing", place="drive", has_memascend=True)
 WAYS = (STOCK_ALL, STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS, OURS_ALL)
 
 
@@ -99,11 +92,9 @@ class DeviceSettings:
     """The keys of the DeepSpeed JSON that device memory depends on, with DeepSpeed's defaults."""
 
     bucket_numel: int = _ZERO.reduce_bucket_size
-    #: contiguous_gradients: whether the bucket has memory of its own.
-    has_bucket: bool = _ZERO.contiguous_gradients
+    has_bucket: bool = _ZERO.contiguous_gradients  # whether the bucket has memory of its own
     prefetch_numel: int = _ZERO.stage3_prefetch_bucket_size
-    #: stage3_max_live_parameters, which bounds only prefetching.
-    live_numel: int = _ZERO.stage3_max_live_parameters
+    live_numel: int = _ZERO.stage3_max_live_parameters  # bounds only prefetching
 
     @classmethod
     def from_deepspeed(cls, settings: DeepSpeedSettings, *, hidden: int) -> DeviceSettings:
@@ -150,17 +141,7 @@ class Training:
     activations: ActivationConfig  # the section `activations` of the block
     has_fused_loss: bool = False  # whether logits are computed in chunks, and not saved
     has_tiled_mlp: bool = False  # whether MLPs process their tokens in tiles
-    #: Whether pinned memory is rounded up to a power of two, as torch does.
-    rounds_pinned: bool = True
-
-    @property
-    def widths(self) -> Widths:
-        """The widths of the model.
-
-        Raises:
-            ConfigError: Only the shapes of its parameters are known.
-        """
-        return widths_of(self.shapes)
+    rounds_pinned: bool = True  # whether pinned memory is rounded up to a power of two, as by torch
 
     @property
     def itemsize(self) -> int:
@@ -172,7 +153,7 @@ class Training:
 
         A share of the device's total memory bounds released parameters.
         """
-        widths = self.widths
+        widths = widths_of(self.shapes)
         layer = layer_bytes(widths, self.itemsize, has_tiled_mlp=self.has_tiled_mlp)
         saved, drive_bytes = self._saved(way, tokens, widths, layer)
         activations_bytes = 0
@@ -188,7 +169,7 @@ class Training:
             device={
                 GATHERED: self._gathered_numel() * self.itemsize,
                 **({RELEASED: self._released_bytes(device_bytes)} if way.has_memascend else {}),
-                BUCKET: self._bucket_numel() * self.itemsize,
+                BUCKET: self.device.bucket_numel * self.itemsize if self.device.has_bucket else 0,
                 **saved,
                 RESERVE: DEVICE_RESERVE_BYTES,
             },
@@ -245,9 +226,6 @@ class Training:
         always = RELEASED_COUNT_MIN * _largest_in_layers(self.shapes.tensors) * self.itemsize
         return min(max(released_bytes_max(device_bytes), always), self.shapes.numel * self.itemsize)
 
-    def _bucket_numel(self) -> int:
-        return self.device.bucket_numel if self.device.has_bucket else 0
-
     def _gradient_bytes(self, way: Way, numel: int) -> int:
         """Return device bytes beside the bucket while the largest gradient, of `numel`, is reduced.
 
@@ -291,11 +269,7 @@ def _largest_in_layers(tensors: Sequence[TensorShape]) -> int:
 
 
 def widths_of(shapes: ModelShapes) -> Widths:
-    """Return the widths of a model.
-
-    Raises:
-        ConfigError: Only the shapes of its parameters are known.
-    """
+    """Return the widths of a model; raise ConfigError if only shapes of parameters are known."""
     if shapes.config is None:
         raise ConfigError(
             f"{shapes.name}: the memory of a context cannot be derived from shapes of parameters. "

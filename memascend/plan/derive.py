@@ -54,8 +54,7 @@ class Plan(Footprint):
     prefetch_bytes: int  # the part of that budget that read-ahead may fill
     slot_bytes_max: int  # larger shards pass through the staging slots in chunks
     backward_parameters_bytes: int  # bytes of parameters that a backward pass reads
-    #: By stream, the bytes that stay in host memory instead of on the drive.
-    resident: Mapping[str, int] = field(default_factory=dict)
+    resident: Mapping[str, int] = field(default_factory=dict)  # bytes in memory, by stream
     #: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     not_ours: Mapping[str, int] = field(default_factory=dict)
 

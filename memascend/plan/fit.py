@@ -37,8 +37,7 @@ class Fit:
 
     way: Way
     count: int  # units of tokens that fit; 0: not even one
-    #: Missing bytes for one unit more, by kind of memory.
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)  # bytes that one unit more lacks
 
 
 def fit(training: Training, way: Way, *, room: Room, unit_tokens: int) -> Fit:

@@ -18,8 +18,7 @@ class Footprint:
     host: Mapping[str, int]  # host memory throughout training, by component
     #: Temporary host memory during start, on top of `host`.
     host_initialization: Mapping[str, int] = field(default_factory=dict)
-    #: Temporary host memory in a step, on top of `host`.
-    host_step: Mapping[str, int] = field(default_factory=dict)
+    host_step: Mapping[str, int] = field(default_factory=dict)  # temporary in a step, beside `host`
     drive: Mapping[str, int]  # bytes stored on the drive, by stream
     read_bytes: Mapping[str, int]  # bytes read from the drive in one optimizer step, by stream
     written_bytes: Mapping[str, int]  # bytes written to it

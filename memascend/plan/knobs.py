@@ -121,17 +121,15 @@ def slot_sets(request: PlanRequest) -> tuple[str, ...]:
     return (STAGING_SLOTS, ACTIVATION_SLOTS) if request.has_activations else (STAGING_SLOTS,)
 
 
-def tile_element_bytes(request: PlanRequest) -> int:
-    """Return host bytes per element of a tile: weight, states, gradient, 16-bit result."""
-    is_cast = casts(request.precision, request.master_dtype)
-    output = request.param_itemsize if is_cast else 0
-    return request.master_itemsize + request.states_bytes + request.gradient_itemsize + output
-
-
 def tiles_element_bytes(request: PlanRequest, tile_count: int) -> int:
-    """Return the same for all tiles together, with the spare blocks for gradients."""
-    spare_bytes = spare_count(request) * request.gradient_itemsize
-    return tile_count * tile_element_bytes(request) + spare_bytes
+    """Return host bytes of all tiles and spare blocks, per element of a tile.
+
+    A tile has weight, states, gradient and 16-bit result; a spare block a gradient.
+    """
+    is_cast = casts(request.precision, request.master_dtype)
+    values = request.master_itemsize + request.states_bytes
+    values += request.param_itemsize if is_cast else 0
+    return tile_count * values + (tile_count + spare_count(request)) * request.gradient_itemsize
 
 
 def spare_count(request: PlanRequest) -> int:
@@ -146,11 +144,7 @@ def scratch_element_bytes(request: PlanRequest) -> int:
 
 
 def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:
-    """Return the defaults, or the largest that fit.
-
-    Raises:
-        LimitTooSmallError: Even the smallest sizes do not fit.
-    """
+    """Return the defaults, or the largest that fit; raise LimitTooSmallError if none do."""
     knobs = _defaults(shapes, request)
     if limit_bytes is None:
         return knobs

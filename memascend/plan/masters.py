@@ -52,11 +52,7 @@ def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:
 
 
 def check_masters(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
-    """Check the key against the rest of the JSON.
-
-    Raises:
-        ConfigError: Its section is not enabled, or the optimizer cannot step in tiles.
-    """
+    """Raise ConfigError if the key's section is off, or the optimizer cannot step in tiles."""
     key = narrow_key(settings)
     if not key or settings.zero_optimization.offload_optimizer.device != "nvme":
         return

@@ -18,8 +18,7 @@ class OptimizerKind:
     """Facts of one optimizer."""
 
     states: int  # tensors of state per parameter
-    #: Options that add one more tensor of state each when they are set.
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # options that add one more tensor of state each when set
     is_elementwise: bool = True  # whether it may be stepped in tiles
     #: Names of its initial states, each filled with one value; empty if the optimizer must create
     #: them itself.

@@ -43,18 +43,15 @@ class PlanRequest:
     world: int = 1  # ranks that share the model
     gradient_accumulation_steps: int = 1  # micro-steps of one optimizer step
     precision: str = "bf16"  # dtype of parameters
-    #: Dtype of a gradient as it is reduced; None: that of parameters.
-    arriving_dtype: str | None = None
-    #: Dtype of an accumulated gradient; None: that of parameters.
-    accumulation_dtype: str | None = None
+    arriving_dtype: str | None = None  # dtype of a gradient as it is reduced; None: of parameters
+    accumulation_dtype: str | None = None  # dtype of an accumulated gradient; None: of parameters
     master_dtype: str = FP32  # dtype of master weights
     state_dtype: str = FP32  # dtype of each state
     optimizer: str = Optimizer().type  # its name in the DeepSpeed JSON, or the name of its class
     state_count: int | None = None  # tensors of state per parameter; None: from the table, by name
     #: Whether a sub-group may be stepped in tiles; None: from the table, by name.
     is_elementwise: bool | None = None
-    #: DeepSpeed's unit of the optimizer step, in elements of one rank.
-    sub_group_size: int = _ZERO.sub_group_size
+    sub_group_size: int = _ZERO.sub_group_size  # DeepSpeed's unit of the step, elements of a rank
     #: Whether parameters with and without weight decay form two groups, as in Hugging Face's
     #: Trainer; a sub-group never spans two groups.
     has_decay_groups: bool = True
@@ -69,8 +66,7 @@ class PlanRequest:
     #: Elements of one rank's part of the largest sub-group, if known exactly; None: derived from
     #: the shapes.
     largest_sub_group_numel: int | None = None
-    #: "off", "reads" or "full": whether checksums are kept for data on the drives.
-    verify: str = "off"
+    verify: str = "off"  # "off", "reads" or "full": whether there are checksums of data on drives
     volume_count: int = 1  # drives that the tensors are striped over
     during_backward: bool = False  # whether the step begins during backward, writing second values
     overlaps: bool = True  # whether the step overlaps the next forward pass, in part or as a whole
@@ -226,11 +222,7 @@ def _stated_max_in_cpu(block: MemAscendConfig, zero: ZeroOptimization) -> int:
 
 
 def check_limit_can_be_kept(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
-    """Check that the rest of the JSON allows a stated limit.
-
-    Raises:
-        ConfigError: A buffer that is left to DeepSpeed grows with the model, beyond any limit.
-    """
+    """Raise ConfigError for a limit beside settings whose buffers grow with the model."""
     if block.host_memory_limit is None:
         return
     refusal = f"memascend.host_memory_limit={block.host_memory_limit!r} cannot be kept: "

@@ -31,8 +31,7 @@ class TensorShape:
     name: str  # its name in the module
     shape: tuple[int, ...]
     trainable: bool = True
-    #: Bytes of an element; None: those of the dtype that the model is trained in.
-    itemsize: int | None = None
+    itemsize: int | None = None  # bytes of an element; None: those of the dtype of training
 
     @property
     def numel(self) -> int:
@@ -54,8 +53,7 @@ class ModelShapes:
 
     name: str  # name of the model, for messages
     tensors: tuple[TensorShape, ...]
-    #: Tied weights: name -> name of the tensor it shares.
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)  # tied weights: name -> name of the first
     #: The content of its config.json; None if only shapes are known.
     config: Mapping[str, Any] | None = field(default=None, repr=False)
 

@@ -33,11 +33,7 @@ def refusal(found: str, remedy: str) -> ConfigError:
 
 
 def check_state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
-    """Check the key against the rest of the JSON.
-
-    Raises:
-        ConfigError: The optimizer is not on a drive, direct_nvme is off, or it is another one.
-    """
+    """Raise ConfigError unless DeepSpeedCPUAdam steps on a drive, through direct_nvme."""
     if not keeps_bf16(block):
         return
     where = settings.zero_optimization.offload_optimizer.device

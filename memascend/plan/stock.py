@@ -116,7 +116,6 @@ class _StockAccount:
         }
 
     def plan(self) -> StockPlan:
-        """Return the sums."""
         return StockPlan(
             host=self._host(),
             host_initialization=self._initialization(),

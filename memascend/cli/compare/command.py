@@ -238,7 +238,6 @@ class _LiveColumn:
         self._loss_line = ""
 
     def hear(self, run: Run, line: str) -> None:
-        """Take note of a line of output."""
         self._run = run
         if len(run.losses) > self._loss_count:
             self._loss_count, self._loss_line = len(run.losses), line[:100]

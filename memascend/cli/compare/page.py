@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,10 @@ from memascend.base import charts
 from memascend.base.charts import Chart, Palette
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as comparison
+from memascend.cli.compare import series
 from memascend.cli.compare.figures import UNKNOWN, Figure, figures, format_seconds
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Run
-from memascend.cli.compare.series import (
-    component_charts,
-    drive_charts,
-    loss_chart,
-    memory_charts,
-    phase_chart,
-    step_chart,
-)
 from memascend.cli.compare.steps import PhaseTime, phase_times
 from memascend.config.environment import DISABLE_VARIABLE
 from memascend.system.files import replace_durably
@@ -98,7 +90,9 @@ def _content(report: Report) -> dict[str, Any]:
         "loss_rows": _loss_rows(report),
         "losses_longest": max((len(run.losses) for run in report.complete), default=0),
         "breakdowns": _breakdowns(report),
-        "ledgers": _ledgers(report),
+        "ledgers": [
+            (run, run.recording.ledger) for run in _recorded(report) if run.recording.ledger
+        ],
         "settings": _settings(report),
         "config": json.dumps(report.config, indent=2, default=str) if report.config else "",
         **_charts(report),
@@ -108,14 +102,14 @@ def _content(report: Report) -> dict[str, Any]:
 def _charts(report: Report) -> dict[str, Any]:
     reason = charts.why_none()
     drawn = {
-        "memory": memory_charts(report) + component_charts(report),
-        "drives": drive_charts(report),
+        "memory": series.memory_charts(report) + series.component_charts(report),
+        "drives": series.drive_charts(report),
         "steps": [
-            phase_chart(f"Phases of a step, {run.name}", phases)
+            series.phase_chart(f"Phases of a step, {run.name}", phases)
             for run, phases, _ in _breakdowns(report)
         ]
-        + step_chart(report),
-        "losses": loss_chart(report),
+        + series.step_chart(report),
+        "losses": series.loss_chart(report),
     }
     return {
         **({name: [] for name in drawn} if reason else drawn),
@@ -181,10 +175,6 @@ def _breakdowns(report: Report) -> list[tuple[Run, list[PhaseTime], float]]:
     return found
 
 
-def _ledgers(report: Report) -> list[tuple[Run, Mapping[str, Any]]]:
-    return [(run, run.recording.ledger) for run in _recorded(report) if run.recording.ledger]
-
-
 def _recorded(report: Report) -> list[Run]:
     """Return the first run of each column that left marks."""
     firsts = (
@@ -201,13 +191,10 @@ def _settings(report: Report) -> list[tuple[str, list[str], bool]]:
     if "memascend" in report.config:
         block = json.dumps(report.config["memascend"])
         titles = [*names, '"memascend" in the JSON']
-        rows.append([_block_of(column.environment, block) for column in columns])
+        is_off = [DISABLE_VARIABLE in column.environment for column in columns]
+        rows.append(["not looked at" if off else block for off in is_off])
     else:
         titles = list(names)
     return [
         (title, values, len(set(values)) > 1) for title, values in zip(titles, rows, strict=True)
     ]
-
-
-def _block_of(environment: Mapping[str, str], block: str) -> str:
-    return "not looked at" if DISABLE_VARIABLE in environment else block

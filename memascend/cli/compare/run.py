@@ -63,16 +63,13 @@ class Run:
     elapsed_s: float = 0.0
     #: The printed losses, as text: equality of runs is equality of every digit.
     losses: list[str] = field(default_factory=list)
-    #: When each of them was printed, in seconds since the start.
-    loss_times_s: list[float] = field(default_factory=list)
+    loss_times_s: list[float] = field(default_factory=list)  # when it printed each, since its start
     samples: list[Sample] = field(default_factory=list)
     #: Samples of the drives that it offloads to.
     drive_samples: list[DriveSample] = field(default_factory=list)
     peaks: Peaks = field(default_factory=Peaks)
-    #: Bytes (read, written) on storage by all its processes; None where not known.
-    io_bytes: tuple[int, int] | None = None
-    #: Marks and memory that memascend recorded; empty if it is off.
-    recording: Recording = field(default_factory=Recording)
+    io_bytes: tuple[int, int] | None = None  # (read, written) by all its processes; None if unknown
+    recording: Recording = field(default_factory=Recording)  # by memascend; empty if it is off
     problem: str = ""  # why it does not count, empty when it does
 
     @property
@@ -123,62 +120,57 @@ def run_column(
     Every line of output goes to `log` and to `on_line`. A command that cannot be started,
     that fails, or in which an expected plugin stayed silent leaves a `problem`, not an exception.
     """
+    run, counter = Run(column, log, number), IoCounter()
     with tempfile.TemporaryDirectory(prefix="memascend-compare-") as traces:
         traced = {TRACE_VARIABLE: traces} if column.expects_plugin else {}
         environment = child_environment({**column.environment, **traced})
-        run = _run(Run(column, log, number), command, environment, folders, interval_s, on_line)
+        run.started_s = time.monotonic()
+        started_at = time.time()  # before it may write
+        try:
+            process = start(command, environment, start_new_session=True)
+        except OSError as error:
+            run.problem = f"cannot start {shlex.join(command)}: {error.strerror}"
+            return run
+        sampler = TreeSampler(process.pid, interval_s=interval_s, folders=folders, since=started_at)
+        sampler.start()
+        # Shared with the sampler's thread, which only appends: the live line shows the latest.
+        run.samples, run.drive_samples = sampler.samples, sampler.drive_samples
+        try:
+            has_armed = _follow(process, run, on_line)
+        except BaseException:
+            terminate_tree(process)
+            raise
+        finally:
+            run.exit_status = process.wait()
+            run.elapsed_s = time.monotonic() - run.started_s
+            sampler.stop()
         run.recording = read_recording(Path(traces))
-    return run
-
-
-def _run(
-    run: Run,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    folders: Sequence[Path],
-    interval_s: float,
-    on_line: Callable[[Run, str], None],
-) -> Run:
-    counter = IoCounter()
-    started_s = run.started_s = time.monotonic()
-    started_at = time.time()  # before it may write
-    try:
-        process = subprocess.Popen(
-            list(command),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        run.problem = f"cannot start {shlex.join(command)}: {error.strerror}"
-        return run
-    sampler = TreeSampler(process.pid, interval_s=interval_s, folders=folders, since=started_at)
-    sampler.start()
-    # Shared with the sampler's thread, which only appends: the latest sample is for the live line.
-    run.samples, run.drive_samples = sampler.samples, sampler.drive_samples
-    try:
-        has_armed = _follow(process, run, started_s, on_line)
-    except BaseException:
-        terminate_tree(process)
-        raise
-    finally:
-        run.exit_status = process.wait()
-        run.elapsed_s = time.monotonic() - started_s
-        sampler.stop()
     run.peaks = sampler.peaks
     run.io_bytes = counter.read_and_written_bytes()
     if run.exit_status != 0:
         run.problem = f"exit status {run.exit_status}" + _signal_name(run.exit_status)
-    elif run.column.expects_plugin and not has_armed:
+    elif column.expects_plugin and not has_armed:
         run.problem = (
             "memascend did not log that it was armed: this run was stock as well. Likely cause: "
             "it is not installed where the command runs. Check there with: memascend doctor"
         )
     return run
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], *, start_new_session: bool = False
+) -> subprocess.Popen[str]:
+    """Start a command whose output, errors included, is read line by line."""
+    return subprocess.Popen(
+        list(command),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=start_new_session,
+    )
 
 
 def find_losses(line: str) -> list[str]:
@@ -211,9 +203,7 @@ def terminate_tree(process: subprocess.Popen[str]) -> None:
         _, alive = psutil.wait_procs(alive, timeout=TERMINATE_GRACE_S)
 
 
-def _follow(
-    process: subprocess.Popen[str], run: Run, started_s: float, on_line: Callable[[Run, str], None]
-) -> bool:
+def _follow(process: subprocess.Popen[str], run: Run, on_line: Callable[[Run, str], None]) -> bool:
     """Read the output to its end; return whether memascend's own line was in it."""
     has_armed = False
     assert process.stdout is not None
@@ -223,7 +213,7 @@ def _follow(
             log.flush()
             found = find_losses(line)
             run.losses += found
-            run.loss_times_s += [time.monotonic() - started_s] * len(found)
+            run.loss_times_s += [time.monotonic() - run.started_s] * len(found)
             has_armed = has_armed or _ARMED.search(line) is not None
             on_line(run, line.rstrip())
     return has_armed

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memascend.base.units import GIB
-from memascend.cli.compare.run import child_environment
+from memascend.cli.compare.run import child_environment, start
 from memascend.deepspeed.seams.arm import check_fingerprints
 from memascend.errors import UnsupportedDeepSpeedError
 from memascend.system.files import open_anew
@@ -40,10 +39,8 @@ _PREFIX = "memascend-warm-up "
 class WarmUp:
     """The outcome of the warm-up."""
 
-    #: Resident bytes of a process that has only imported; 0 when not measured.
-    baseline_bytes: int = 0
-    #: Operators that cannot be built here, with the reason.
-    unavailable: dict[str, str] = field(default_factory=dict)
+    baseline_bytes: int = 0  # resident bytes of a process that has only imported; 0: not measured
+    unavailable: dict[str, str] = field(default_factory=dict)  # operators that cannot be built: why
     refusal: str = ""  # why memascend refuses this DeepSpeed, empty when it does not
     problem: str = ""  # why the process did not get to its end, empty when it did
 
@@ -55,15 +52,7 @@ def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
     environment.setdefault("MAX_JOBS", str(_compile_jobs()))
     command = [sys.executable, "-m", "memascend.cli.compare.warm_up"]
     with open(open_anew(log), "w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        process = start(command, environment)
         assert process.stdout is not None
         for line in process.stdout:
             output.write(line)

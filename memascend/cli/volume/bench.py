@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -73,28 +74,23 @@ def _volume(path: str) -> VolumeConfig:
 
 def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) -> dict[str, Any]:
     """Return everything that is measured, by name."""
-    chunks, depths = args.chunk or list(CHUNKS), args.depth or list(DEPTHS)
     fio = None if args.no_fio else volume_fio.find()
-    mode_count = len(MODES) * (len(volumes) + (len(volumes) > 1))
-    step_count = len(chunks) * len(depths) + mode_count
-    if fio is not None:
-        step_count += len(MODES) * len(volumes)
     # On stderr, so that --json stays clean.
     with byte_progress("measuring", None, leads=True) as meter:
-        steps = _Steps(meter, step_count)
-        samples = sweep(volumes, chunks, depths, args, steps)
+        bencher = _Bencher(volumes, args, meter, has_fio=fio is not None)
+        samples = bencher.sweep()
         chosen = choose(samples)
-        load = _load(args, chosen.chunk_bytes, chosen.queue_depth)
+        load = bencher.load(chosen.chunk_bytes, chosen.queue_depth)
         drives = []
         for volume in volumes:
-            [rates], engine = _measure([volume], load, args.seconds, steps, volume.path)
+            [rates], engine = bencher.rates([volume], load, volume.path)
             drive: dict[str, Any] = {"path": volume.path, "drive": identity(volume.path), **rates}
             if fio is not None:
-                drive["fio"] = _fio(fio, volume, load, engine, args.seconds, steps)
+                drive["fio"] = bencher.fio(fio, volume, load, engine)
             drives.append(drive)
         together: list[dict[str, Any]] = []
         if len(volumes) > 1:
-            together, _ = _measure(volumes, load, args.seconds, steps, "all together")
+            together, _ = bencher.rates(volumes, load, "all together")
     report: dict[str, Any] = {
         "version": __version__,
         "kernel": platform.release(),
@@ -103,31 +99,11 @@ def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) ->
         "sweep": [dataclasses.asdict(sample) for sample in samples],
         "drives": drives,
         "together": together,
-        "fio": _fio_state(args, fio),
+        "fio": "not asked" if args.no_fio else fio or "not installed",
     }
     if together:
         report["weights"] = weights_of([rates["mixed"] for rates in together])
     return report
-
-
-def sweep(
-    volumes: Sequence[_core.VolumeOptions],
-    chunks: Sequence[int],
-    depths: Sequence[int],
-    args: argparse.Namespace,
-    steps: _Steps,
-) -> list[Setting]:
-    """Measure the mixed speed of all drives together with every setting."""
-    samples = []
-    for chunk_bytes in chunks:
-        for queue_depth in depths:
-            name = f"sweep: {format_nbytes(chunk_bytes)} x {queue_depth}"
-            steps.begin(name)
-            load = _load(args, chunk_bytes, queue_depth)
-            with Bench(volumes, load, steps.meter) as bench:
-                rates = bench.run("mixed", args.seconds)
-            samples.append(Setting(chunk_bytes, queue_depth, sum(rates)))
-    return samples
 
 
 def choose(samples: Sequence[Setting]) -> Setting:
@@ -137,74 +113,79 @@ def choose(samples: Sequence[Setting]) -> Setting:
     return min(good, key=lambda sample: (sample.chunk_bytes * sample.queue_depth, -sample.rate))
 
 
-def _load(args: argparse.Namespace, chunk_bytes: int, queue_depth: int) -> Load:
-    return Load(
-        chunk_bytes=chunk_bytes, queue_depth=queue_depth, engine=args.engine, span_bytes=args.span
-    )
+class _Bencher:
+    """The measurements of a command, with the number of the current one beside the progress."""
 
+    def __init__(
+        self,
+        volumes: Sequence[_core.VolumeOptions],
+        args: argparse.Namespace,
+        meter: Meter,
+        *,
+        has_fio: bool,
+    ) -> None:
+        self._volumes, self._args, self._meter = volumes, args, meter
+        self._chunks, self._depths = args.chunk or list(CHUNKS), args.depth or list(DEPTHS)
+        each = len(volumes) * (1 + has_fio) + (len(volumes) > 1)
+        self._count = len(self._chunks) * len(self._depths) + len(MODES) * each
+        self._number = 0
 
-def _measure(
-    volumes: Sequence[_core.VolumeOptions], load: Load, seconds: float, steps: _Steps, name: str
-) -> tuple[list[dict[str, Any]], str]:
-    """Return the bytes per second of each drive by mode, and latencies; and the engine.
+    def load(self, chunk_bytes: int, queue_depth: int) -> Load:
+        return Load(chunk_bytes, queue_depth, engine=self._args.engine, span_bytes=self._args.span)
 
-    All drives are measured at the same time.
-    """
-    found: list[dict[str, Any]] = [{} for _ in volumes]
-    with Bench(volumes, load, steps.meter) as bench:
+    def sweep(self) -> list[Setting]:
+        """Measure the mixed speed of all drives together with every setting."""
+        samples = []
+        for chunk_bytes, queue_depth in itertools.product(self._chunks, self._depths):
+            self._begin(f"sweep: {format_nbytes(chunk_bytes)} x {queue_depth}")
+            with Bench(self._volumes, self.load(chunk_bytes, queue_depth), self._meter) as bench:
+                rates = bench.run("mixed", self._args.seconds)
+            samples.append(Setting(chunk_bytes, queue_depth, sum(rates)))
+        return samples
+
+    def rates(
+        self, volumes: Sequence[_core.VolumeOptions], load: Load, name: str
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Return the bytes per second of each drive by mode, and latencies; and the engine.
+
+        All drives are measured at the same time.
+        """
+        found: list[dict[str, Any]] = [{} for _ in volumes]
+        with Bench(volumes, load, self._meter) as bench:
+            for mode in MODES:
+                self._begin(f"{name}: {mode}")
+                for rates, rate in zip(found, bench.run(mode, self._args.seconds), strict=True):
+                    rates[mode] = rate
+            for rates, traffic in zip(found, bench.traffic(), strict=True):
+                rates["latency"] = {kind: traffic[kind] for kind in ("reads", "writes")}
+            return found, bench.engine
+
+    def fio(
+        self, program: str, volume: _core.VolumeOptions, load: Load, engine: str
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        seconds = self._args.seconds
         for mode in MODES:
-            steps.begin(f"{name}: {mode}")
-            for rates, rate in zip(found, bench.run(mode, seconds), strict=True):
-                rates[mode] = rate
-        for rates, traffic in zip(found, bench.traffic(), strict=True):
-            rates["latency"] = {kind: traffic[kind] for kind in ("reads", "writes")}
-        return found, bench.engine
+            self._begin(f"{volume.path}: fio {mode}")
+            try:
+                found[mode] = volume_fio.run(
+                    program, volume, mode=mode, load=load, engine=engine, seconds=seconds
+                )
+            except StoreError as error:
+                found["error"] = str(error)
+        return found
 
-
-def _fio(
-    program: str,
-    volume: _core.VolumeOptions,
-    load: Load,
-    engine: str,
-    seconds: float,
-    steps: _Steps,
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for mode in MODES:
-        steps.begin(f"{volume.path}: fio {mode}")
-        try:
-            found[mode] = volume_fio.run(
-                program, volume, mode=mode, load=load, engine=engine, seconds=seconds
-            )
-        except StoreError as error:
-            found["error"] = str(error)
-    return found
-
-
-def _fio_state(args: argparse.Namespace, fio: str | None) -> str:
-    if args.no_fio:
-        return "not asked"
-    return "not installed" if fio is None else fio
-
-
-class _Steps:
-    """Shows the number of the current measurement, and the bytes that all of them moved."""
-
-    def __init__(self, meter: Meter, count: int) -> None:
-        self.meter = meter
-        self._count, self._number = count, 0
-
-    def begin(self, name: str) -> None:
-        """Begin the next measurement."""
+    def _begin(self, name: str) -> None:
         self._number += 1
-        self.meter.describe(f"{self._number}/{self._count} {name}")
+        self._meter.describe(f"{self._number}/{self._count} {name}")
 
 
 def _print(report: dict[str, Any]) -> None:
     console = Console()
     chosen = report["chosen"]
     _print_sweep(console, report)
-    table = Table(title=f"GB/s, {_setting(chosen)}, engine {report['engine']}")
+    setting = f"{format_nbytes(chosen['chunk_bytes'])} x {chosen['queue_depth']}"
+    table = Table(title=f"GB/s, {setting}, engine {report['engine']}")
     table.add_column("drive", overflow="fold")
     for mode in MODES:
         table.add_column(mode, justify="right")
@@ -265,10 +246,6 @@ def _print_sweep(console: Console, report: dict[str, Any]) -> None:
         ]
         table.add_row(format_nbytes(chunk_bytes), *cells)
     console.print(table)
-
-
-def _setting(chosen: dict[str, int]) -> str:
-    return f"{format_nbytes(chosen['chunk_bytes'])} x {chosen['queue_depth']}"
 
 
 def _latency(rates: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ It gets a file of its own beside ours, which is removed afterwards.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -25,28 +24,6 @@ def find() -> str | None:
     return shutil.which("fio")
 
 
-def command(
-    program: str, file: str, *, mode: Mode, load: Load, engine: str, seconds: float, offset: int = 0
-) -> list[str]:
-    """Return the command line, which the report shows so that it can be repeated."""
-    return [
-        program,
-        "--name=memascend",
-        f"--filename={_escaped(file)}",
-        f"--offset={offset}",
-        f"--size={load.span_bytes}",
-        f"--rw={_PATTERNS[mode]}",
-        f"--bs={load.chunk_bytes}",
-        f"--iodepth={load.queue_depth}",
-        # Without io_uring fio needs libaio for a depth: its synchronous engines have none.
-        f"--ioengine={'io_uring' if engine == 'uring' else 'libaio'}",
-        "--direct=1",
-        "--time_based",
-        f"--runtime={max(1, round(seconds))}",
-        "--output-format=json",
-    ]
-
-
 def run(
     program: str,
     volume: _core.VolumeOptions,
@@ -58,34 +35,34 @@ def run(
 ) -> float:
     """Return the bytes per second, reads and writes together.
 
-    Args:
-        program: fio.
-        volume: A directory, or a device, where only our own range is used.
-        mode: Kind of load.
-        load: Size and depth of requests, and how much of the drive.
-        engine: Name of the engine it is compared with.
-        seconds: How long; fio counts whole ones.
+    On a device only our own range is used. fio counts whole seconds.
 
     Raises:
         StoreError: fio failed; with its message.
     """
     path = volume.path
-    load = dataclasses.replace(load, span_bytes=min(load.span_bytes, volume.capacity_bytes))
     with contextlib.ExitStack() as stack:
         file = path
         if volume.descriptor < 0:
             file = stack.enter_context(
                 tempfile.NamedTemporaryFile(dir=path, prefix=".memascend-fio-")
             ).name
-        line = command(
+        line = [
             program,
-            file,
-            mode=mode,
-            load=load,
-            engine=engine,
-            seconds=seconds,
-            offset=volume.start_bytes,
-        )
+            "--name=memascend",
+            f"--filename={_escaped(file)}",
+            f"--offset={volume.start_bytes}",
+            f"--size={min(load.span_bytes, volume.capacity_bytes)}",
+            f"--rw={_PATTERNS[mode]}",
+            f"--bs={load.chunk_bytes}",
+            f"--iodepth={load.queue_depth}",
+            # Without io_uring fio needs libaio for a depth: its synchronous engines have none.
+            f"--ioengine={'io_uring' if engine == 'uring' else 'libaio'}",
+            "--direct=1",
+            "--time_based",
+            f"--runtime={max(1, round(seconds))}",
+            "--output-format=json",
+        ]
         try:
             done = subprocess.run(
                 line, capture_output=True, text=True, timeout=seconds + 300, check=False

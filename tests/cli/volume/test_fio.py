@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,10 +113,22 @@ def test_a_fio_that_never_ends_is_an_error(
 
 
 @pytest.mark.parametrize(("engine", "name"), [("uring", "io_uring"), ("threads", "libaio")])
-def test_fio_is_told_names_engines_and_seconds_its_way(engine: str, name: str) -> None:
-    line = fio.command("fio", "/mnt/a:b\\c", mode="mixed", load=LOAD, engine=engine, seconds=2.4)
-    assert "--filename=/mnt/a\\:b\\\\c" in line
-    assert f"--ioengine={name}" in line
-    assert "--runtime=2" in line
-    least = fio.command("fio", "/a", mode="read", load=LOAD, engine=engine, seconds=0.02)
-    assert "--runtime=1" in least
+def test_fio_is_told_names_engines_and_seconds_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, name: str
+) -> None:
+    lines: list[list[str]] = []
+
+    def note(line: list[str], **_: object) -> SimpleNamespace:
+        lines.append(line)
+        return SimpleNamespace(returncode=0, stdout=json.dumps({"jobs": [JOB]}))
+
+    monkeypatch.setattr(fio.subprocess, "run", note)
+    folder = tmp_path / "a:b\\c"
+    folder.mkdir()
+    for seconds in (2.4, 0.02):
+        volume = _core.VolumeOptions(str(folder))
+        fio.run("fio", volume, mode="mixed", load=LOAD, engine=engine, seconds=seconds)
+    assert any("/a\\:b\\\\c/" in word for word in lines[0])
+    assert f"--ioengine={name}" in lines[0]
+    assert "--runtime=2" in lines[0]
+    assert "--runtime=1" in lines[1]
