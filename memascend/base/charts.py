@@ -89,8 +89,7 @@ class Series:
     name: str  # its name in the legend
     points: Sequence[Point]  # points in the order of x
     colour: int = 0  # index of its colour
-    #: Whether it is drawn faintly, as one of several of its kind, and not in the legend.
-    is_faint: bool = False
+    is_faint: bool = False  # whether it is one of several of its kind: faint, and not in the legend
 
     @property
     def peak(self) -> float:

@@ -199,11 +199,7 @@ class TensorIO(ABC):
 
 
 def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor unchanged if a store can use it.
-
-    Raises:
-        ValueError: It is not a contiguous CPU tensor.
-    """
+    """Return the tensor unchanged; raise ValueError if it is not a contiguous CPU tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"the store moves contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
@@ -240,14 +236,11 @@ class Device:
     """One device as host memory uses it."""
 
     name: str = "cpu"  # its name in torch
-    #: Whether host memory should be registered with it: its copies are asynchronous.
-    registers: bool = False
+    registers: bool = False  # whether to register host memory, so that copies are asynchronous
     registrar: Registrar | None = None  # registers memory; None: CUDA's driver does
     pci_address: str | None = None  # selects the NUMA node; None if it is not known
-    #: Makes an event of it; None if copies are synchronous.
-    new_event: Callable[[], Event] | None = None
-    #: Waits until the device is idle; None if copies are synchronous.
-    wait_idle: Callable[[], object] | None = None
+    new_event: Callable[[], Event] | None = None  # makes an event; None if copies are synchronous
+    wait_idle: Callable[[], object] | None = None  # None if copies are synchronous
     #: Makes a stream; returns a function whose contexts make it the current one. None if there are
     #: no streams.
     new_stream: NewStream | None = None

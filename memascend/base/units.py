@@ -38,11 +38,7 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_nbytes(value: int | str) -> int:
-    """Convert 1048576, "1MiB" or "1.5 GB" to bytes.
-
-    Raises:
-        ConfigError: The text is not a number with a known unit.
-    """
+    """Convert 1048576, "1MiB" or "1.5 GB" to bytes; raise ConfigError for any other text."""
     if isinstance(value, bool):
         raise ConfigError(f"not a byte count: {value!r}")
     if isinstance(value, int):

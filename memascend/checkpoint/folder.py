@@ -42,11 +42,7 @@ class SavingFolder:
     """The working folder of one save."""
 
     def __init__(self, save_dir: str, tag: str) -> None:
-        """Compute the paths; `begin` creates the folder.
-
-        Raises:
-            CheckpointError: The tag leads out of `save_dir`.
-        """
+        """Compute the paths; raise CheckpointError if the tag leads out of `save_dir`."""
         parts = Path(tag).parts
         if not parts or os.path.isabs(tag) or ".." in parts or "\0" in tag:
             raise CheckpointError(
@@ -167,12 +163,9 @@ def _clean(parent: Path) -> None:
 
 
 def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:
-    """Refuse a save early if the file system of a folder lacks space.
+    """Raise CheckpointError if the file system of a folder has less space than a save needs.
 
     `failure` begins the message; `remedy` is an alternative to removing older checkpoints.
-
-    Raises:
-        CheckpointError: There is too little space.
     """
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < nbytes:

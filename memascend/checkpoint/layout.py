@@ -84,7 +84,6 @@ class Division:
     """The division of a model into sub-groups and ranks, looked up by parameter name."""
 
     def __init__(self, sub_groups: SubGroups, world: int) -> None:
-        """Index every parameter."""
         #: By name: sub-group, offset of the parameter's run in it, padded length of the run.
         self._runs = {
             parameter.name: (index, offset, share)

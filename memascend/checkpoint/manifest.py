@@ -161,12 +161,7 @@ def _check(path: Path, manifest: Manifest, rank: int) -> None:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse a name that leads out of the checkpoint's folder.
-
-    Raises:
-        CheckpointError: It is absolute, empty, too long for a file, goes up, or passes a link that
-            leads elsewhere.
-    """
+    """Raise CheckpointError for a name that no file can have, or one outside the checkpoint."""
     if not _is_inside(path.parent, name):
         raise _damaged(
             path, f"the file name {show_json(name)} leads out of the checkpoint's folder"
@@ -188,11 +183,7 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
-    """Check that a file's size fits a tensor.
-
-    Raises:
-        CheckpointError: The file is too short, or longer than rounding explains.
-    """
+    """Raise CheckpointError for a file shorter than a tensor, or longer than rounding explains."""
     expected = numel * ITEMSIZES[dtype]
     if not expected <= nbytes < expected + PADDING_BYTES_MAX:
         raise CheckpointError(
@@ -203,11 +194,7 @@ def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
 
 
 def check_file(folder: Path, entry: FileEntry, nbytes: int, crc32: int) -> None:
-    """Compare a file with its entry.
-
-    Raises:
-        CheckpointError: They differ; states the file, and expected and found values.
-    """
+    """Raise CheckpointError if a file differs from its entry, with expected and found values."""
     if nbytes == entry.nbytes and f"{crc32:08x}" == entry.crc32:
         return
     raise CheckpointError(

@@ -64,8 +64,7 @@ class TargetOptimizer:
     master_dtype: torch.dtype
     parameters: SubGroups = ()  # parameters of each sub-group
     groups: Sequence[int] = ()  # index of each sub-group's parameter group
-    #: DeepSpeed's id of each parameter, by its name.
-    ids: Mapping[str, int] = field(default_factory=dict)
+    ids: Mapping[str, int] = field(default_factory=dict)  # DeepSpeed's ids of parameters, by name
 
     def regroup(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the saved parameter groups, with the indices of the present sub-groups."""
@@ -92,8 +91,7 @@ class CheckpointSource:
     zero_states: Mapping[str, Any]  # saved state of DeepSpeed's ZeRO optimizer
     optimizer_states: dict[str, Any]  # saved state of the base optimizer, with empty tensors
     tensors: list[LoadedTensor]
-    #: The file that the module is loaded from; None: the one DeepSpeed chooses.
-    model_states: Path | None = None
+    model_states: Path | None = None  # the file for the module; None: the one DeepSpeed chooses
 
     def weights(self) -> list[LoadedTensor]:
         """Return only the master weights."""
@@ -121,11 +119,7 @@ class CheckpointSource:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a checkpoint's folder exists.
-
-    Raises:
-        CheckpointError: It does not; lists the existing ones.
-    """
+    """Raise CheckpointError if a checkpoint's folder does not exist, with those that do."""
     if not folder.is_dir():
         known = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
         raise CheckpointError(

@@ -52,11 +52,7 @@ def universal_files(folder: Path, target: TargetOptimizer) -> list[Path]:
 
 
 def verify_universal(paths: list[Path], advance: Advance) -> None:
-    """Read each file once and compare it with the checksums in it.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Read each file once; raise CheckpointError if it differs from the checksums in it."""
     for path in paths:
         try:
             with path.open("rb") as file, zipfile.ZipFile(file) as archive:

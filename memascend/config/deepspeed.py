@@ -64,17 +64,14 @@ class _Part(BaseModel):
             for key, value in content.items()
             if value is not None
         }
-        auto = frozenset(key for key, value in values.items() if _is_auto(value))
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
+        auto = frozenset(key for key, text in texts.items() if text == "auto")
         return {key: values[key] for key in values.keys() - auto} | {"left_to_trainer": auto}
 
     @property
     def stated(self) -> set[str]:
         """The keys that are written out with a value."""
         return self.model_fields_set - {"left_to_trainer"}
-
-
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == "auto"
 
 
 def _also(name: str, default: int) -> Any:
@@ -239,9 +236,5 @@ class DeepSpeedSettings(_Part):
 
 
 def parse_deepspeed(ds_config: object) -> DeepSpeedSettings:
-    """Return the settings of a DeepSpeed configuration; defaults if it is not a mapping.
-
-    Raises:
-        ConfigError: Names every wrong key with its value, the allowed values and the nearest one.
-    """
+    """Return the settings of a DeepSpeed configuration; defaults if it is not a mapping."""
     return parse(DeepSpeedSettings, ds_config if isinstance(ds_config, Mapping) else {}, root="")

@@ -11,13 +11,10 @@ KEY = "memascend.host_memory_limit"
 
 
 def parse_limit(value: object, *, available: int) -> int | None:
-    """Return the configured limit in bytes.
+    """Return the configured limit in bytes; None for no stated limit.
 
-    Args:
-        value: None for no stated limit; a number of bytes; text such as "6GiB"; or a fraction of
-            `available`, above 0 and up to 1. A bare 1 is the fraction, since a limit of one byte
-            makes no sense.
-        available: Total bytes of the machine, from `memory_total`.
+    The value is a number of bytes; text such as "6GiB"; or a fraction of `available`, above 0 and
+    up to 1. A bare 1 is the fraction, since a limit of one byte makes no sense.
 
     Raises:
         ConfigError: Any other value; the message names the key, the value and the allowed values.

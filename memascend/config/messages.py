@@ -26,6 +26,14 @@ NAME_LENGTH_MAX = 100
 Path = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
 
+#: Bounds of pydantic's rules.
+_BOUNDS = {
+    "ge": "at least {}",
+    "gt": "above {}",
+    "le": "at most {}",
+    "min_length": "at least {} long",
+    "multiple_of": "a multiple of {}",
+}
 _PLAIN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -116,18 +124,12 @@ def _allowed(section: type[BaseModel], name: str) -> str:
     words = [_words(part) for part in _plain_types(field.annotation) if part is not type(None)]
     if takes_units(section, name):
         words.append('text such as "512MiB" or "2GB"')
-    bounds = []
-    for rule in field.metadata:
-        if getattr(rule, "ge", None) is not None:
-            bounds.append(f"at least {rule.ge}")
-        if getattr(rule, "gt", None) is not None:
-            bounds.append(f"above {rule.gt}")
-        if getattr(rule, "le", None) is not None:
-            bounds.append(f"at most {rule.le}")
-        if getattr(rule, "min_length", None) is not None:
-            bounds.append(f"at least {rule.min_length} long")
-        if getattr(rule, "multiple_of", None) is not None:
-            bounds.append(f"a multiple of {rule.multiple_of}")
+    bounds = [
+        text.format(getattr(rule, bound))
+        for rule in field.metadata
+        for bound, text in _BOUNDS.items()
+        if getattr(rule, bound, None) is not None
+    ]
     return f"Allowed: {' or '.join(words)}" + (f", {' and '.join(bounds)}" if bounds else "")
 
 

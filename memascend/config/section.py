@@ -24,11 +24,7 @@ def read_nbytes(value: object) -> object:
 
 
 def check_path(value: str) -> str:
-    """Return the path if a file can have it.
-
-    Raises:
-        ValueError: It has a null byte, or half of a surrogate pair.
-    """
+    """Return the path; raise ValueError for a null byte or half of a surrogate pair."""
     if "\0" in value:
         raise ValueError("a path has no null byte")
     try:

@@ -36,11 +36,7 @@ class VolumeConfig(Section):
 
 
 def accept_paths(value: object) -> object:
-    """Convert each path of a list to an object.
-
-    Raises:
-        ValueError: The value is no list, is empty, or is too long.
-    """
+    """Convert each path of a list to an object; raise ValueError for any other value."""
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             f"{KEY}: {show_json(value)} is not allowed. Allowed: a list of one or more "
@@ -55,11 +51,7 @@ def accept_paths(value: object) -> object:
 
 
 def check_together(volumes: tuple[VolumeConfig, ...]) -> tuple[VolumeConfig, ...]:
-    """Check that the volumes agree with each other.
-
-    Raises:
-        ValueError: A path is stated twice, or only some of the weights are stated.
-    """
+    """Raise ValueError if a path is stated twice, or only some of the weights are."""
     paths = [os.path.abspath(volume.path) for volume in volumes]
     for index, path in enumerate(paths):
         if path in paths[:index]:

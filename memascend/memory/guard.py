@@ -26,11 +26,7 @@ class Guard:
         self._is_held: Callable[[], bool] = lock._is_owned
 
     def expect_held(self, call: str) -> None:
-        """Check that the calling thread holds the lock, which `call` needs.
-
-        Raises:
-            AssertionError: It does not.
-        """
+        """Raise AssertionError if the calling thread does not hold the lock, which `call` needs."""
         if not self._is_held():
             raise AssertionError(
                 f"{call}() was called without the runtime's lock on the thread "

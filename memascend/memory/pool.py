@@ -43,14 +43,9 @@ class Pool:
         budget_bytes: int | None = None,
         guard: Guard | None = None,
     ) -> None:
-        """Begin without memory.
+        """Begin without memory; `component` is the name of the segments in the ledger.
 
-        Args:
-            memory: Source of the segments.
-            component: Name in the ledger.
-            budget_bytes: Maximum of all segments together; None lets the pool grow. 0: there are no
-                slots before `resize`.
-            guard: Checks the callers; None: they are one thread.
+        Without a budget the pool grows; with one of 0 bytes there are no slots before `resize`.
 
         Raises:
             ValueError: The budget has no room for SLOT_PARTS pages.
@@ -73,13 +68,10 @@ class Pool:
     def resize(
         self, budget_bytes: int, *, slot_bytes_max: int, segment_bytes: int | None = None
     ) -> None:
-        """Change the budget, and take all of it now.
+        """Change the budget, in whole pages, and take all of it now.
 
-        Args:
-            budget_bytes: New budget, in whole pages.
-            slot_bytes_max: New maximum size of a slot.
-            segment_bytes: Size of each segment, which divides the budget; if it is also
-                `slot_bytes_max`, large slots never wait for several small ones. None: one segment.
+        Segments divide the budget; None: there is one. If they are as large as the largest slot,
+        large slots never wait for several small ones.
 
         Raises:
             ValueError: A slot is leased.
@@ -224,11 +216,7 @@ class Lease:
         return self.slot[: numel * dtype.itemsize].view(dtype)
 
     def hold(self) -> object:
-        """Return an object that keeps the slot from being reused while it lives.
-
-        Raises:
-            ValueError: The lease was released.
-        """
+        """Return an object that keeps the slot from being reused; a ValueError after `release`."""
         if self._use is None:
             raise ValueError(
                 "cannot hold a released lease. likely cause: I/O started after release(); take the "

@@ -238,9 +238,6 @@ class ResidentStore(TensorIO):
         """Move the contents of `other`, a key of the same size, into `key`.
 
         Afterwards the contents of `other` are undefined. `other` must have no part in memory.
-
-        Raises:
-            StoreError: The drive failed.
         """
         entry = self._entries.get(key)
         if entry is not None:

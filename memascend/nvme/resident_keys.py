@@ -40,11 +40,7 @@ class ResidentKey:
         return not self.is_on_drive and self.head.storage_offset() % dtype.itemsize == 0
 
     def refuse_if_lent(self, name: str) -> None:
-        """Refuse to change the key while its memory is lent.
-
-        Raises:
-            ValueError: It is lent.
-        """
+        """Raise ValueError while the key's memory is lent, and must not change."""
         if self.is_lent:
             raise ValueError(
                 f'"{name}" is lent: a gathered parameter is read in its memory. likely cause: '
@@ -53,11 +49,7 @@ class ResidentKey:
             )
 
     def count_in_head(self, name: str, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a transfer are in memory.
-
-        Raises:
-            ValueError: The transfer is not within the key, which is called `name`.
-        """
+        """Return how many bytes of a transfer are in memory; raise ValueError if it is outside."""
         if not 0 <= offset <= self.nbytes - nbytes:
             raise ValueError(
                 f'bytes {offset} to {offset}+{nbytes} are not all in "{name}", which has '

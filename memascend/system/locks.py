@@ -18,11 +18,7 @@ _POLL_S = 0.02
 
 
 def lock_within(descriptor: int, seconds: float) -> bool:
-    """Take the exclusive lock; return False if another process holds it for so many seconds.
-
-    Raises:
-        OSError: The file system does not support locks.
-    """
+    """Take the exclusive lock; return False if another process holds it for so many seconds."""
     end = monotonic() + seconds
     while True:
         try:
@@ -38,8 +34,7 @@ def lock_within(descriptor: int, seconds: float) -> bool:
 def take_lock_file(path: Path, seconds: float) -> int | None:
     """Take the lock of a file that exists only while a process holds the lock, or was killed.
 
-    Returns:
-        A descriptor for `release_lock_file`; None if another process holds it for so many seconds.
+    The descriptor is for `release_lock_file`; None if another process holds it for so many seconds.
 
     Raises:
         OSError: The file system does not support locks, or the path is not this user's own file.
@@ -65,11 +60,7 @@ def release_lock_file(descriptor: int, path: Path) -> None:
 
 
 def _open_own(path: Path) -> int | None:
-    """Open the lock file, or create it for this user alone; None if it was removed meanwhile.
-
-    Raises:
-        OSError: The path is a link, not a plain file, or belongs to another user.
-    """
+    """Open the lock file, or create it for this user alone; None if it was removed meanwhile."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         # A file that we create is ours, even if a network share reports another owner.

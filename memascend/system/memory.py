@@ -35,10 +35,7 @@ def memory_total(root: Path = ROOT) -> int:
     """Return the bytes in total, used or not: the minimum of the machine's memory and its limits.
 
     A limit given as a fraction is a fraction of this, so that the same configuration gives the same
-    limit on every run.
-
-    Raises:
-        ConfigError: As in `memory_available`.
+    limit on every run. Errors are those of `memory_available`.
     """
     return _least([*_machine(root, "MemTotal"), *_groups(root)], root)
 

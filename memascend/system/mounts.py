@@ -46,11 +46,7 @@ def read_mounts(proc: Path = PROC) -> list[Mount]:
 
 
 def mount_of(path: str | os.PathLike[str], proc: Path = PROC) -> Mount | None:
-    """Return the mount that holds a path, None if it cannot be found.
-
-    Raises:
-        OSError: The path does not exist.
-    """
+    """Return the mount that holds an existing path, None if it cannot be found."""
     mounts, number = read_mounts(proc), device_number(path)
     for mount in mounts:
         if mount.number == number:
@@ -62,21 +58,13 @@ def mount_of(path: str | os.PathLike[str], proc: Path = PROC) -> Mount | None:
 
 
 def filesystem_of(path: str | os.PathLike[str]) -> str:
-    """Return the type of the file system that holds a path, such as "ext4".
-
-    Raises:
-        OSError: The path does not exist.
-    """
+    """Return the type of the file system that holds an existing path, such as "ext4"."""
     mount = mount_of(path)
     return "unknown file system" if mount is None else mount.kind
 
 
 def device_number(path: str | os.PathLike[str]) -> str:
-    """Return the number, such as "259:1", of a block device, or of the device of a directory.
-
-    Raises:
-        OSError: The path does not exist.
-    """
+    """Return the number, such as "259:1", of a block device, or of the device of a directory."""
     state = os.stat(path)
     device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
     return f"{os.major(device)}:{os.minor(device)}"
@@ -85,13 +73,10 @@ def device_number(path: str | os.PathLike[str]) -> str:
 def block_folder(
     path: str | os.PathLike[str], sysfs: Path = SYSFS, proc: Path = PROC
 ) -> Path | None:
-    """Return the sysfs folder of a block device, or of the device below a directory.
+    """Return the sysfs folder of a block device, or of the device below an existing directory.
 
     None for a path on no block device of this machine: tmpfs, a network share. For a btrfs over
     several devices it is the device that was mounted.
-
-    Raises:
-        OSError: The path does not exist.
     """
     link = sysfs / "dev/block" / device_number(path)
     if not link.exists():

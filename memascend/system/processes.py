@@ -42,11 +42,9 @@ class Sample:
     """The tree at one moment."""
 
     time_s: float  # seconds since the sampler started
-    #: Resident bytes of each process, by process id, explicit huge pages included.
-    rss_bytes: dict[int, int]
+    rss_bytes: dict[int, int]  # resident bytes by process id, explicit huge pages included
     locked_bytes: int  # bytes locked by mlock (VmLck), over all processes
-    #: Bytes the kernel pinned for devices and rings (VmPin), over all processes.
-    registered_bytes: int
+    registered_bytes: int  # bytes pinned for devices and rings (VmPin), over all processes
 
     @property
     def total_rss_bytes(self) -> int:

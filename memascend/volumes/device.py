@@ -59,11 +59,7 @@ class Device:
     size_bytes: int
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the device; fewer at its end.
-
-        Raises:
-            StoreError: The device failed.
-        """
+        """Return bytes of the device, fewer at its end; raise StoreError if it fails."""
         try:
             return os.pread(self.descriptor, nbytes, offset)
         except OSError as error:
@@ -207,10 +203,9 @@ def format_device(device: Device, *, owner_uid: int, advance: Advance | None = N
 
 
 def wipe_device(device: Device, advance: Advance | None = None) -> bool:
-    """Remove our header from a claimed device, and all data if the device can discard.
+    """Remove our header from a claimed device; return False if its data has to be overwritten.
 
-    Returns:
-        False if the data is still on the device and has to be overwritten.
+    All data is discarded if the device supports that.
 
     Raises:
         StoreError: The device has no header of ours; nothing was changed.

@@ -111,11 +111,7 @@ def _weighed(
 
 @contextlib.contextmanager
 def claimed_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
-    """Open a raw device with our header, and claim it.
-
-    Raises:
-        StoreError: The device cannot be used.
-    """
+    """Open a raw device with our header, and claim it; its errors are those of `formatted`."""
     with formatted(volume.path, needed_bytes=volume.capacity or 0) as (device, header):
         room_bytes = header.size_bytes - START_BYTES
         yield _core.VolumeOptions(

@@ -16,6 +16,9 @@ import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from memascend import _core
 from memascend.base.json_text import parse_json
@@ -41,6 +44,8 @@ ALIKE_RATIO = 1.25
 LOCK_SECONDS = 20.0
 _ENTRY_COUNT_MAX = 64
 _FILE_BYTES_MAX = 1 * MIB
+#: An entry of the file.
+_WEIGHTS = TypeAdapter(list[Annotated[float, Field(strict=True, gt=0, le=1000)]])
 
 
 def measured_weights(
@@ -55,11 +60,12 @@ def measured_weights(
     if len(set(identities)) == 1:
         log.info("volumes: equal weights, since all are on one drive (%s)", identities[0])
         return [1.0] * len(volumes)
-    key = json.dumps([*identities, _context(load)])
+    setting = f"{load.engine}, {load.chunk_bytes} x {load.queue_depth}"
+    key = json.dumps([*identities, f"Linux {platform.release()}, {setting}"])
     with _locked(cache):
         known = _read(cache / CACHE_FILE)
-        weights = _checked(known.get(key), len(volumes))
-        if weights is not None:
+        weights = known.get(key, [])
+        if len(weights) == len(volumes):
             log.info("volumes: weights %s, measured before, in %s", _text(volumes, weights), cache)
             return weights
         try:
@@ -108,28 +114,13 @@ def identity(path: str, sysfs: Path = SYSFS) -> str:
     return f"device {device_number(path)}, {size} sectors"
 
 
-def _context(load: Load) -> str:
-    return f"Linux {platform.release()}, {load.engine}, {load.chunk_bytes} x {load.queue_depth}"
-
-
 def _text(volumes: Sequence[_core.VolumeOptions], weights: Sequence[float]) -> str:
     return ", ".join(
         f"{volume.path}={weight:g}" for volume, weight in zip(volumes, weights, strict=True)
     )
 
 
-def _checked(value: object, count: int) -> list[float] | None:
-    """Return the weights of an entry, None if they are not in this module's format."""
-    if not isinstance(value, list) or len(value) != count:
-        return None
-    if any(isinstance(item, bool) or not isinstance(item, int | float) for item in value):
-        return None
-    if not all(0 < item <= 1000 for item in value):  # NaN is not, either
-        return None
-    return [float(item) for item in value]
-
-
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, list[float]]:
     """Return the entries of the file that are lists of weights; empty if it is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -137,16 +128,14 @@ def _read(path: Path) -> dict[str, object]:
             found = parse_json(file.read(_FILE_BYTES_MAX))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {
-        key: value
-        for key, value in found.items()
-        if isinstance(value, list) and _checked(value, len(value)) is not None
-    }
+    entries = {}
+    for key, value in found.items() if isinstance(found, dict) else ():
+        with contextlib.suppress(ValidationError):
+            entries[key] = _WEIGHTS.validate_python(value)
+    return entries
 
 
-def _write(path: Path, entries: dict[str, object]) -> None:
+def _write(path: Path, entries: dict[str, list[float]]) -> None:
     """Replace the file; if it cannot be written, the run continues without."""
     try:
         replace_durably(path, json.dumps(entries, indent=1), mode=0o600)

@@ -198,11 +198,7 @@ def _save(
 
 @contextmanager
 def explained(folder: SavingFolder) -> Iterator[None]:
-    """Turn an OSError of the system into a CheckpointError with cause and fix.
-
-    Raises:
-        CheckpointError: Instead of an OSError that is not ours.
-    """
+    """Turn an OSError of the system into a CheckpointError with cause and fix."""
     try:
         yield
     except OSError as error:

@@ -17,11 +17,7 @@ def rank_of(engine: Any) -> int:
 
 
 def on_every_rank(action: Callable[[], Result]) -> Result:
-    """Run an action on every rank; if one rank raises, all raise, so that none waits forever.
-
-    Raises:
-        CheckpointError: It failed on another rank.
-    """
+    """Run an action on every rank; if one rank raises, all raise, so that none waits forever."""
     with all_or_none(_failed_elsewhere):
         return action()
 

@@ -47,12 +47,9 @@ def _is_on_drive(param: Any) -> bool:
 
 
 def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots) -> int:
-    """Replace the placeholders of frozen parameters on the drive by streamed tensors.
+    """Replace placeholders of frozen parameters by streamed tensors; return the added bytes.
 
     The content of model_states.pt is unchanged if it leaves frozen parameters out.
-
-    Returns:
-        The bytes that this adds to the file.
     """
     fragments = content.get(FROZEN_PARAM_FRAGMENTS)
     if not fragments:
@@ -84,8 +81,7 @@ def taken_apart(
 ) -> Iterator[tuple[CheckpointSource, Callable[[], None]]]:
     """Separate a checkpoint's frozen parameters from the rest, if some are on the drive.
 
-    Yields:
-        (source that upstream loads, function that then restores the frozen parameters).
+    Yields the source that upstream loads, and a function that then restores the frozen parameters.
 
     Raises:
         CheckpointError: A file cannot be read.

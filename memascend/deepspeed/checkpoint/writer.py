@@ -87,7 +87,6 @@ class _Writer:
         self.files: list[FileEntry] = []
 
     def note(self, path: Path, nbytes: int, crc32: int) -> None:
-        """Add a complete file to the manifest."""
         name = path.relative_to(self._folder).as_posix()
         self.files.append(FileEntry(name=name, nbytes=nbytes, crc32=f"{crc32:08x}"))
 
@@ -122,7 +121,6 @@ class _Writer:
         self.replace(path, content)
 
     def replace(self, path: Path, content: object) -> None:
-        """Rewrite a torch file, with the streamed tensors in its content."""
         path.unlink()
         with SummedFile.create(path, self._advance) as file:
             save_streamed(content, file)

@@ -65,11 +65,7 @@ def stated_limit(config: MemAscendConfig) -> int | None:
 def check_smallest(
     config: MemAscendConfig, settings: DeepSpeedSettings, limit_bytes: int | None
 ) -> None:
-    """Refuse a limit that is too small for a large model, before anything is allocated.
-
-    Raises:
-        LimitTooSmallError: Names the needed sizes, and the smallest limit that works.
-    """
+    """Raise LimitTooSmallError for a limit below the minimum of a large model, at the start."""
     if limit_bytes is not None:
         large = TensorShape("any tensor", (_ANY_NUMEL,), trainable=True)
         model = ModelShapes("any model", (large,) * 3, {})

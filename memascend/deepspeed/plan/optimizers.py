@@ -36,9 +36,8 @@ def initial_state(
 ) -> tuple[dict[str, Any], dict[str, float]] | None:
     """Return the state that an optimizer creates for a parameter before its first step.
 
-    Returns:
-        (scalars by name, fill value of each state tensor by name); None if the optimizer is not
-        known and must create its state itself.
+    Scalars, and the fill value of each state tensor, by name; None if the optimizer is not known
+    and must create its state itself.
     """
     kind = type(optimizer)
     start = kind_of(kind.__name__).start if is_elementwise(optimizer) else ()

@@ -42,16 +42,6 @@ class AioHandle:
         self._tickets.append(ticket)
         return 0
 
-    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Read and wait; return the number of transfers completed."""
-        self.async_pread(buffer, filename, file_offset)
-        return self.wait()
-
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Write and wait; return the number of transfers completed."""
-        self.async_pwrite(buffer, filename, file_offset)
-        return self.wait()
-
     def wait(self) -> int:
         """Wait for every transfer of this handle; return how many there were.
 

@@ -71,9 +71,8 @@ class AioFileTicket:
     def wait(self) -> None:
         """Wait until the transfer has finished.
 
-        Raises:
-            OSError: Fewer transfers of its batch completed than were started. The engine reports
-                no other failure.
+        An OSError says that fewer transfers of its batch completed than were started; the engine
+        reports no other failure.
         """
         if not self._finished:
             self._store.wait_all()

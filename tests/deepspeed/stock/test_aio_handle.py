@@ -54,25 +54,23 @@ def test_waiting_gives_the_number_of_transfers_since_the_last_wait(handle: AioHa
     assert [target.unique().tolist() for target in targets] == [[0.0], [1.0], [2.0]]
 
 
-def test_the_synchronous_calls_count_one(handle: AioHandle) -> None:
-    assert handle.sync_pwrite(torch.ones(NUMEL), "/drive/a") == 1
-    target = torch.zeros(NUMEL)
-    assert handle.sync_pread(target, "/drive/a") == 1
-    assert target.unique().tolist() == [1.0]
-
-
 def test_a_read_starts_at_its_byte_of_the_key(handle: AioHandle) -> None:
-    handle.sync_pwrite(torch.arange(NUMEL, dtype=torch.float32), "/drive/a")
+    handle.async_pwrite(torch.arange(NUMEL, dtype=torch.float32), "/drive/a")
+    handle.wait()
     target = torch.empty(5)
-    handle.sync_pread(target, "/drive/a", 4 * 100)
+    handle.async_pread(target, "/drive/a", 4 * 100)
+    handle.wait()
     assert target.tolist() == [100.0, 101.0, 102.0, 103.0, 104.0]
 
 
 def test_a_write_at_an_offset_changes_nothing_else(handle: AioHandle) -> None:
-    handle.sync_pwrite(torch.zeros(NUMEL), "/drive/a")
-    handle.sync_pwrite(torch.ones(2), "/drive/a", 4 * 1025)
+    handle.async_pwrite(torch.zeros(NUMEL), "/drive/a")
+    handle.wait()
+    handle.async_pwrite(torch.ones(2), "/drive/a", 4 * 1025)
+    handle.wait()
     target = torch.empty(NUMEL)
-    handle.sync_pread(target, "/drive/a")
+    handle.async_pread(target, "/drive/a")
+    handle.wait()
     assert target.nonzero().flatten().tolist() == [1025, 1026]
 
 
@@ -90,7 +88,8 @@ def test_two_handles_see_each_others_keys(
 
 
 def test_no_file_is_made(handle: AioHandle, tmp_path) -> None:
-    handle.sync_pwrite(torch.ones(NUMEL), str(tmp_path / "key"))
+    handle.async_pwrite(torch.ones(NUMEL), str(tmp_path / "key"))
+    handle.wait()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,7 +149,8 @@ def test_inside_serving_handles_are_ours_and_afterwards_stock_again(
         module = build().load(verbose=False)
         handle = module.aio_handle(block_size=4096, queue_depth=3)
     assert isinstance(handle, AioHandle)
-    assert handle.sync_pwrite(torch.ones(NUMEL), "/drive/a") == 1
+    handle.async_pwrite(torch.ones(NUMEL), "/drive/a")
+    assert handle.wait() == 1
     assert isinstance(build(), StockBuilder)
 
 
