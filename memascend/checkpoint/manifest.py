@@ -142,21 +142,16 @@ def _check(path: Path, manifest: Manifest, rank: int) -> None:
         sizes[file.name] = file.nbytes
     seen = set()
     for tensor in manifest.tensors:
+        shown = show_json(tensor.file)
         if tensor.file not in sizes:
-            raise _damaged(
-                path, f"{show_json(tensor.file)} belongs to a tensor, but is not listed in files"
-            )
+            raise _damaged(path, f"{shown} belongs to a tensor, but is not listed in files")
         if tensor.sub_group >= len(manifest.sub_groups):
-            raise _damaged(
-                path, f"{show_json(tensor.file)} is of sub-group {tensor.sub_group}: no such"
-            )
+            raise _damaged(path, f"{shown} is of sub-group {tensor.sub_group}: no such")
         if (tensor.sub_group, tensor.state) in seen:
-            raise _damaged(path, f"{show_json(tensor.file)} is the second file of one tensor")
+            raise _damaged(path, f"{shown} is the second file of one tensor")
         seen.add((tensor.sub_group, tensor.state))
         if tensor.numel != manifest.sub_groups[tensor.sub_group].numel:
-            raise _damaged(
-                path, f"{show_json(tensor.file)} has not as many elements as its sub-group"
-            )
+            raise _damaged(path, f"{shown} has not as many elements as its sub-group")
         check_nbytes(path.parent / tensor.file, sizes[tensor.file], tensor.numel, tensor.dtype)
 
 
