@@ -83,6 +83,7 @@ class Row:
     Attributes:
         is_refused: A run with a block ends at its start, because DeepSpeed's code is not known.
         knows_weights: Pretrained weights are loaded our way; else as transformers does it.
+        only_weights: Nothing else is tried: the row is there for transformers' loader.
     """
 
     deepspeed: str
@@ -90,6 +91,7 @@ class Row:
     transformers: str = "5.23.0"
     is_refused: bool = False
     knows_weights: bool = True
+    only_weights: bool = False
 
     @property
     def environment(self) -> str:
@@ -106,18 +108,23 @@ class Row:
         """What is tried once it has started."""
         if self.is_refused:
             return []
+        if self.only_weights:
+            return [WEIGHTS]
         return [trial for trial in TRIALS.values() if trial != WEIGHTS or self.knows_weights]
 
 
 NEWEST = fingerprints.VERSIONS[-1]
 #: The last release before those that are supported.
 REFUSED = "0.18.3"
+#: Releases of transformers with another loader than those of the first row and of the oldest.
+LOADERS = ("4.57.6", "5.5.4", "5.6.0", "5.22.2", "5.24.0")
 #: Rows of one environment stand together. The first has what the tests are made with.
 ROWS = (
     *(Row(release) for release in reversed(fingerprints.VERSIONS)),
     Row(REFUSED, is_refused=True),
-    Row(NEWEST, torch="2.5.0", transformers="4.51.0", knows_weights=False),
+    Row(NEWEST, torch="2.5.0", transformers="4.51.0"),
     Row(NEWEST, torch="2.15.0"),
+    *(Row(NEWEST, transformers=release, only_weights=True) for release in LOADERS),
 )
 
 

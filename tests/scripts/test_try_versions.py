@@ -114,6 +114,7 @@ def test_whether_weights_are_loaded_our_way_has_to_be_as_expected(script: Module
     assert "weights" in plain.trials
     assert "weights" not in as_stock.trials
     assert replace(plain, is_refused=True).trials == []
+    assert replace(plain, only_weights=True).trials == ["weights"]
 
 
 def test_what_failed_once_or_was_skipped_did_not_pass(script: ModuleType, tmp_path: Path) -> None:

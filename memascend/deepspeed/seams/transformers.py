@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,19 +23,85 @@ log = logging.getLogger(__name__)
 
 #: The module in which transformers looks the functions up.
 MODULE = "transformers.modeling_utils"
+LOAD, READ = "_load_state_dict_into_zero3_model", "load_state_dict"
 WRAPPERS = {
-    "_load_state_dict_into_zero3_model": "memascend.deepspeed.weights.pretrained:wrap_load",
-    "load_state_dict": "memascend.deepspeed.weights.pretrained:wrap_read",
+    LOAD: "memascend.deepspeed.weights.pretrained:wrap_load",
+    READ: "memascend.deepspeed.weights.pretrained:wrap_read",
 }
 #: Wrapped if it exists; its code is not compared.
 BY_NAME = {"save_on_cpu": "memascend.deepspeed.activations.offload:wrap_save_on_cpu"}
-#: The releases whose code is known, and its fingerprints.
-VERSIONS = ("5.23.0",)
-KNOWN = {
-    "_load_state_dict_into_zero3_model": ("3caeb97a50ee469e",),
-    "load_state_dict": ("23b6ec155564f752",),
-}
+#: Merges tensors of a checkpoint, such as the experts of a layer; since transformers 5.
+CONVERT = ("transformers.integrations.deepspeed", "_apply_weight_conversions_to_state_dict")
+#: Decides which tensors are merged.
+RENAME = ("transformers.core_model_loading", "rename_source_key")
 
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """One release or several that load weights with the same `_load_state_dict_into_zero3_model`.
+
+    Attributes:
+        releases: The first and the last one.
+        load: Fingerprint of that function.
+        read: Fingerprints of `load_state_dict`, of which each release has one.
+        convert: Those of CONVERT; empty if the function does not call it.
+        rename: Those of RENAME; empty if our `weights/conversions.py` does not call it.
+    """
+
+    releases: str
+    load: str
+    read: tuple[str, ...]
+    convert: tuple[str, ...] = ()
+    rename: tuple[str, ...] = ()
+
+    def unknown(self) -> Iterator[str]:
+        """Yield the names of definitions that differ from the known ones, with fingerprints."""
+        relied_on = (((MODULE, READ), self.read), (CONVERT, self.convert), (RENAME, self.rename))
+        for (module, name), known in relied_on:
+            found = _fingerprint(module, name) if known else ""
+            if known and found not in known:
+                yield f"{name} ({found})"
+
+
+#: The loaders whose code is known.
+LOADERS = (
+    Loader(
+        "4.51 to 4.54",
+        load="76e66b807c37426b",
+        read=("a0ae58e324b48fb1", "57b52558b31a0aed"),
+    ),
+    Loader(
+        "4.55 to 4.57",
+        load="d0388ab2cbeba706",
+        read=("57b52558b31a0aed", "135e4621c8ce2f76"),
+    ),
+    Loader(
+        "5.0 to 5.5",
+        load="b2773eab7ce69552",
+        read=("1f939ae6062c5b58",),
+        convert=("9867cc38543b9535", "a03456580f20ccd7", "a5ec3d998b2f4001"),
+        rename=("4c3d5a55889be416", "efa4bd0fc66ba969"),
+    ),
+    Loader(
+        "5.6 to 5.22",
+        load="0cb2763e2fac8cb7",
+        read=("c33c86388171366e", "23b6ec155564f752"),
+        convert=("a5ec3d998b2f4001", "4f2b4928c2383594", "e9cd5973f2a903a0"),
+        rename=(
+            "efa4bd0fc66ba969",
+            "d30a18d22a9a09c1",
+            "dc40489bd5bf0d7b",
+            "f5e60ba3f42378d3",
+            "2d5f08442ce64310",
+        ),
+    ),
+    Loader(
+        "5.23 to 5.24",
+        load="3caeb97a50ee469e",
+        read=("23b6ec155564f752",),
+        convert=("b65af44f3784bc46",),
+    ),
+)
 
 #: Module and name of the list of callbacks that every Trainer has.
 TRAINER_MODULE, CALLBACKS = "transformers.trainer", "DEFAULT_CALLBACKS"
@@ -56,11 +124,8 @@ def arm() -> None:
     if module is None or _originals or _refused:
         return
     wrappers = {name: wrap for name, wrap in BY_NAME.items() if hasattr(module, name)}
-    found = {name: _fingerprint(name) for name in WRAPPERS}
+    _refused.extend(_unknown())
     forget_sources()
-    _refused.extend(
-        f"{name} ({found[name]})" for name in WRAPPERS if found[name] not in KNOWN[name]
-    )
     if _refused:
         _log_refusal()
     else:
@@ -96,9 +161,18 @@ def is_armed() -> bool:
     return _originals.keys() >= WRAPPERS.keys()
 
 
-def _fingerprint(name: str) -> str:
+def _unknown() -> list[str]:
+    """Return the names of definitions whose code is not known, with fingerprints."""
+    found = _fingerprint(MODULE, LOAD)
+    for loader in LOADERS:
+        if loader.load == found:
+            return list(loader.unknown())
+    return [f"{LOAD} ({found})"]
+
+
+def _fingerprint(module: str, name: str) -> str:
     try:
-        return fingerprint(MODULE, name)
+        return fingerprint(module, name)
     except (AttributeError, ImportError, OSError, TypeError):  # another program replaced it
         return "missing"
 
@@ -114,5 +188,5 @@ def _log_refusal() -> None:
         "read from their files stay in memory and in the page cache. Known to work: %s",
         sys.modules["transformers"].__version__,
         ", ".join(_refused),
-        ", ".join(VERSIONS),
+        ", ".join(loader.releases for loader in LOADERS),
     )

@@ -1,8 +1,8 @@
-"""The only file that assigns to TRL: one method, if TRL is imported and has it.
+"""The only file that assigns to TRL: one method of two classes, if TRL is imported and has them.
 
-TRL's chunked loss gathers the head's weight again in backward, using the parameter that it saved in
-forward. Hooks of saved tensors return another tensor, never that parameter. Only names are used; a
-TRL without them is left unchanged.
+TRL's chunked losses gather the head's weight again in backward, using the parameter that they saved
+in forward. Hooks of saved tensors return another tensor, never that parameter. Only names are used;
+a TRL without them is left unchanged.
 """
 
 from __future__ import annotations
@@ -12,22 +12,27 @@ from typing import Any
 
 from memascend.deepspeed.seams.table import import_name
 
-MODULE, FUNCTION = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
+#: Names of autograd functions that gather a saved parameter in backward, by their modules.
+FUNCTIONS = {
+    "trl.kernels.chunked_logprob": "ChunkedLogProbFunction",
+    "trl.kernels.chunked_divergence": "ChunkedDivergenceFunction",
+}
 
-#: The class that was given an `apply` of its own, instead of the inherited one.
+#: The classes that were given an `apply` of their own, instead of the inherited one.
 _changed: list[type[Any]] = []
 
 
 def arm() -> None:
-    """Wrap the function if TRL is imported and has it. Idempotent."""
-    function = getattr(sys.modules.get(MODULE), FUNCTION, None)
-    if isinstance(function, type) and not _changed:
-        wrap_apply = import_name("memascend.deepspeed.activations.saved_parameters:wrap_apply")
-        _changed.append(function)
-        function.apply = staticmethod(wrap_apply(function.apply))  # type: ignore[attr-defined]
+    """Wrap the functions whose modules are imported. Idempotent."""
+    for module, name in FUNCTIONS.items():
+        function = getattr(sys.modules.get(module), name, None)
+        if isinstance(function, type) and function not in _changed:
+            wrap_apply = import_name("memascend.deepspeed.activations.saved_parameters:wrap_apply")
+            _changed.append(function)
+            function.apply = staticmethod(wrap_apply(function.apply))  # type: ignore[attr-defined]
 
 
 def disarm() -> None:
-    """Restore the original."""
+    """Restore the originals."""
     while _changed:
         del _changed.pop().apply

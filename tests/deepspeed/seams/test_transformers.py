@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,19 +91,43 @@ def test_a_trainer_that_is_imported_behind_the_model_has_the_callback_too(
     assert sys.meta_path == finders
 
 
-@pytest.mark.parametrize("name", list(transformers_seams.WRAPPERS))
+@pytest.mark.parametrize("field", ["load", "read", "convert", "rename"])
 def test_code_that_is_not_known_is_left_alone_and_logged_once(
-    name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    field: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = transformers_seams.KNOWN | {name: ("0" * 16,)}
-    monkeypatch.setattr(transformers_seams, "KNOWN", known)
+    other = "0" * 16
+    loaders = [
+        replace(loader, **{field: other if field == "load" else (other,)})
+        for loader in transformers_seams.LOADERS
+    ]
+    monkeypatch.setattr(transformers_seams, "LOADERS", loaders)
     with caplog.at_level(logging.WARNING):
         transformers_seams.arm()
         transformers_seams.arm()
     assert standing() == stock
     (record,) = caplog.records
-    assert name in record.getMessage()
-    assert "5.23.0" in record.getMessage()
+    names = {
+        "load": transformers_seams.LOAD,
+        "read": transformers_seams.READ,
+        "convert": transformers_seams.CONVERT[1],
+        "rename": transformers_seams.RENAME[1],
+    }
+    assert names[field] in record.getMessage()
+    assert "5.6 to 5.22" in record.getMessage()
+
+
+def test_a_definition_that_a_loader_does_not_use_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(module: str, name: str) -> str:
+        return {"load": "1", "read": "2"}.get(name, "missing")
+
+    monkeypatch.setattr(transformers_seams, "_fingerprint", found)
+    monkeypatch.setattr(transformers_seams, "READ", "read")
+    older = transformers_seams.Loader("4", load="1", read=("2",))
+    newer = transformers_seams.Loader("5", load="1", read=("2",), convert=("3",))
+    assert list(older.unknown()) == []
+    assert list(newer.unknown()) == [f"{transformers_seams.CONVERT[1]} (missing)"]
 
 
 def test_a_function_that_is_gone_is_logged_too(
@@ -155,10 +180,28 @@ def test_only_shards_that_are_mapped_are_looked_at_first(
     monkeypatch.setattr(
         pretrained, "read_starts", lambda path, *, tensors: seen.append((path, tensors))
     )
-    read = pretrained.wrap_read(lambda *arguments, **keywords: (arguments, keywords))
-    answer = read(Path("/models") / name, location, weights_only=True)
-    assert answer == ((Path("/models") / name, location), {"weights_only": True})
-    assert seen == looked_at
+
+    def of_transformers_5(
+        checkpoint_file: Path, map_location: str = "cpu", weights_only: bool = True
+    ) -> str:
+        return f"{checkpoint_file} {map_location} {weights_only}"
+
+    def of_transformers_4(
+        checkpoint_file: Path,
+        is_quantized: bool = False,
+        map_location: str = "cpu",
+        weights_only: bool = True,
+    ) -> str:
+        assert is_quantized is False
+        return f"{checkpoint_file} {map_location} {weights_only}"
+
+    path = Path("/models") / name
+    for original in (of_transformers_5, of_transformers_4):
+        read = pretrained.wrap_read(original)
+        answer = read(path, map_location=location, weights_only=False)
+        assert answer == f"{path} {location} False"
+    assert pretrained.wrap_read(of_transformers_5)(path, location) == f"{path} {location} True"
+    assert seen == looked_at * 3
 
 
 def test_pages_go_in_steps_and_hooks_go_with_them(
@@ -183,3 +226,48 @@ def test_pages_go_in_steps_and_hooks_go_with_them(
     assert len(drops) == 3  # before the third layer, the fifth, and at the end
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     assert not any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
+def test_each_shard_of_a_checkpoint_is_dropped_once_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 4 loads one after the other, and gets messages alone."""
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    monkeypatch.setattr(pretrained, "swapper_of", lambda parameter: object())
+    dropped: list[str] = []
+    monkeypatch.setattr(
+        MappedFiles, "drop", lambda files: dropped.extend(one.path for one in files.mappings)
+    )
+
+    def original(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> list[str]:
+        module.load_state_dict(state, strict=False)
+        return [f"a message about {key}" for key in state]
+
+    load = pretrained.wrap_load(original)
+    for name in model.state_dict():
+        path = tmp_path / f"{name}.safetensors"
+        safetensors_torch.save_file({name: torch.randn(64, 64)}, path)
+        messages = load(model, safetensors_torch.load_file(path))
+        assert messages == [f"a message about {name}"]
+        assert dropped.pop() == str(path)
+        assert not dropped
+
+
+def test_a_loader_that_merges_all_is_called_for_each_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(pretrained, "swapper_of", lambda parameter: object())
+    parts = [{"one": torch.ones(1)}, {"two": torch.ones(1)}]
+    monkeypatch.setattr(pretrained, "one_at_a_time", lambda *given: parts)
+    seen = []
+
+    def original(
+        model: torch.nn.Module, state: dict[str, Any], load_config: Any
+    ) -> tuple[list[str], set[str]]:
+        seen.append((state, load_config))
+        return [f"a message about {key}" for key in state], {"weight", *({"bias"} - {*state})}
+
+    errors, missing = pretrained.wrap_load(original)(model, {}, 7)
+    assert seen == [(parts[0], 7), (parts[1], 7)]
+    assert errors == ["a message about one", "a message about two"]
+    assert missing == {"weight", "bias"}

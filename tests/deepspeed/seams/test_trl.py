@@ -25,39 +25,45 @@ def disarmed() -> Iterator[None]:
     trl_seams.disarm()
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
-    module = ModuleType(trl_seams.MODULE)
+#: Modules with the names of their functions.
+FUNCTIONS = list(trl_seams.FUNCTIONS.items())
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:
+    module = ModuleType(name)
     vars(module).update(names)
-    monkeypatch.setitem(sys.modules, trl_seams.MODULE, module)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
 def test_arming_wraps_the_function_and_disarming_restores_it(
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class ChunkedLogProbFunction(torch.autograd.Function):
+    class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
             return hidden * 2
 
-    loaded(monkeypatch, ChunkedLogProbFunction=ChunkedLogProbFunction)
+    loaded(monkeypatch, module, **{name: Function})
     for _ in range(2):
         trl_seams.arm()
-    assert "apply" in vars(ChunkedLogProbFunction)
-    assert ChunkedLogProbFunction.apply(torch.ones(1)).item() == 2
+    assert "apply" in vars(Function)
+    assert Function.apply(torch.ones(1)).item() == 2
     seams.disarm()
-    assert "apply" not in vars(ChunkedLogProbFunction)
+    assert "apply" not in vars(Function)
 
 
-@pytest.mark.parametrize("names", [{}, {"ChunkedLogProbFunction": "something else"}])
+@pytest.mark.parametrize("names", [{}, {FUNCTIONS[0][1]: "something else"}])
 def test_a_trl_without_it_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, names: dict[str, Any]
 ) -> None:
-    loaded(monkeypatch, **names)
+    module, _ = FUNCTIONS[0]
+    loaded(monkeypatch, module, **names)
     trl_seams.arm()
-    assert {name: getattr(sys.modules[trl_seams.MODULE], name) for name in names} == names
+    assert {name: getattr(sys.modules[module], name) for name in names} == names
 
 
-def test_the_trl_that_is_installed_has_it() -> None:
-    kernels: Any = pytest.importorskip(trl_seams.MODULE)
-    function = getattr(kernels, trl_seams.FUNCTION)
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+def test_the_trl_that_is_installed_has_it(module: str, name: str) -> None:
+    function = getattr(pytest.importorskip(module), name)
     assert issubclass(function, torch.autograd.Function)

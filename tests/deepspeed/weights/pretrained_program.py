@@ -6,13 +6,17 @@ last line of output is JSON: what each way of loading gave for each case, as dig
 
 from __future__ import annotations
 
+import array
 import gc
 import hashlib
+import inspect
 import json
+import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import deepspeed
 import torch
 import transformers
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import deepspeed as integration
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from memascend.deepspeed.seams import arm as seams
@@ -30,6 +35,9 @@ from tests.support.process_group import leave
 
 FAMILIES = ("llama", "qwen", "gpt2", "mixtral")
 DTYPE = torch.bfloat16
+#: The argument of `from_pretrained` was renamed in transformers 4.56.
+DTYPE_ARGUMENT = "dtype" if transformers.__version__ >= "4.56" else "torch_dtype"
+CONVERT = "_apply_weight_conversions_to_state_dict"
 
 
 def save_sharded(model: Any, folder: Path) -> None:
@@ -99,7 +107,7 @@ def load(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     hf_config = HfDeepSpeedConfig(config)
     torch.manual_seed(3)  # of what is missing
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPE, output_loading_info=True
+        folder, output_loading_info=True, **{DTYPE_ARGUMENT: DTYPE}
     )
     digests = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -119,6 +127,80 @@ def load(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class Watch:
+    """What is in memory while weights are loaded our way, at most.
+
+    Attributes:
+        dropped: How many mappings were dropped.
+        resident_bytes: Pages of the checkpoint's files in memory, as they are dropped.
+        made_bytes: Tensors of a state dict that are in no file, as a module's are copied.
+    """
+
+    def __init__(self) -> None:
+        self.dropped = self.resident_bytes = self.made_bytes = 0
+
+    @contextmanager
+    def watching(self, folder: Path) -> Iterator[None]:
+        """Watch the loader, which begins with no page of the folder's checkpoint in memory.
+
+        It drops pages after every module, not after every 64 MiB.
+        """
+        replaced: Any = pretrained
+        drop, before_copy = pretrained.MappedFiles.drop, pretrained._Behind._before_copy
+
+        def dropping(files: pretrained.MappedFiles) -> None:
+            self.dropped += len(files.mappings)
+            self.resident_bytes = max(self.resident_bytes, sum(map(resident, files.mappings)))
+            drop(files)
+
+        def copying(behind: Any, module: Any, state_dict: Mapping[str, Any], *rest: Any) -> None:
+            mappings = behind._files.mappings
+            made = sum(t.nbytes for t in state_dict.values() if not is_mapped(t, mappings))
+            self.made_bytes = max(self.made_bytes, made)
+            before_copy(behind, module, state_dict, *rest)
+
+        for path in checkpoint_files(folder):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # pages that are not written yet stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        flush_bytes, replaced.FLUSH_BYTES = pretrained.FLUSH_BYTES, 1
+        replaced.MappedFiles.drop, replaced._Behind._before_copy = dropping, copying
+        yield
+        replaced.FLUSH_BYTES = flush_bytes
+        replaced.MappedFiles.drop, replaced._Behind._before_copy = drop, before_copy
+
+
+def is_mapped(tensor: torch.Tensor, mappings: list[Any]) -> bool:
+    return any(mapping.begin <= tensor.data_ptr() < mapping.end for mapping in mappings)
+
+
+def resident(mapping: Any) -> int:
+    """Return the bytes of a mapping that are in memory."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        pages.seek(mapping.begin // mmap.PAGESIZE * 8)
+        words = array.array("Q", pages.read((mapping.end - mapping.begin) // mmap.PAGESIZE * 8))
+    return sum(word >> 63 for word in words) * mmap.PAGESIZE
+
+
+@contextmanager
+def merging_at_once() -> Iterator[None]:
+    """Merge as transformers before 5.23 does: every tensor before the first is loaded."""
+    convert = getattr(integration, CONVERT, None)
+
+    def at_once(*arguments: Any) -> list[dict[str, Any]]:
+        return [{name: one for part in convert(*arguments) for name, one in part.items()}]
+
+    if inspect.isgeneratorfunction(convert):
+        setattr(integration, CONVERT, at_once)
+    yield
+    if convert is not None:
+        setattr(integration, CONVERT, convert)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    return [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+
+
 def main() -> None:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -135,24 +217,30 @@ def main() -> None:
     drive = folder / "drive"
     stock = {case: load(folder / case, config_of(drive, {"enabled": False})) for case in cases}
     assert not seams.is_armed()
-    # Let go after every module, not after every 64 MiB: these models are small.
-    pretrained.FLUSH_BYTES = 1
-    dropped = 0
-    drop = pretrained.MappedFiles.drop
-
-    def counted(files: Any) -> None:
-        nonlocal dropped
-        dropped += len(files.mappings)
-        drop(files)
-
-    pretrained.MappedFiles.drop = counted  # type: ignore[method-assign]
     ours: dict[str, Any] = {}
-    drops: dict[str, int] = {}
+    memory: dict[str, Any] = {}
     for case in cases:
-        dropped = 0
-        ours[case] = load(folder / case, config_of(drive, {}))
-        drops[case] = dropped
-    facts = {"stock": stock, "ours": ours, "drops": drops, "armed": transformers_seams.is_armed()}
+        watch = Watch()
+        with watch.watching(folder / case):
+            ours[case] = load(folder / case, config_of(drive, {}))
+        memory[case] = vars(watch)
+    # The same kind of checkpoint, merged as by other releases.
+    case, again = "mixtral, sharded", "mixtral, merged at once"
+    watch = Watch()
+    with watch.watching(folder / case), merging_at_once():
+        ours[again] = load(folder / case, config_of(drive, {}))
+    stock[again], memory[again] = stock[case], vars(watch)
+    file_bytes = {
+        case: sum(path.stat().st_size for path in checkpoint_files(folder / case)) for case in cases
+    }
+    facts = {
+        "stock": stock,
+        "ours": ours,
+        "memory": memory,
+        "armed": transformers_seams.is_armed(),
+        "transformers": transformers.__version__,
+        "file_bytes": file_bytes | {again: file_bytes[case]},
+    }
     deepspeed.comm.barrier()
     leave()
     for process in others:

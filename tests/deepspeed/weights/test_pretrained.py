@@ -32,10 +32,18 @@ def test_every_kind_of_checkpoint_is_loaded_as_by_stock(
         ours = facts["ours"][case]
         assert stock["swappers"] == ["deepspeed"]
         assert ours["swappers"] == ["memascend"]
-        assert ours["digests"] == stock["digests"], case
+        # transformers 4.57 leaves a missing weight as memory was: no two loads agree.
+        is_set = facts["transformers"] >= "5"
+        missing = [] if is_set else stock["report"]["missing_keys"]
+        for name in {*stock["digests"], *ours["digests"]}.difference(missing):
+            assert ours["digests"][name] == stock["digests"][name], (case, name)
         assert ours["report"] == stock["report"], case
         assert ours["hooks"] == stock["hooks"] == 0
-        assert facts["drops"][case] > 2, case
+        memory = facts["memory"][case]
+        assert memory["dropped"] > 2, case
+        # Pages and merged tensors of a module or two. The largest has 30 % of its checkpoint.
+        assert memory["resident_bytes"] < facts["file_bytes"][case] / 2, case
+        assert memory["made_bytes"] < facts["file_bytes"][case] / 2, case
     incomplete = facts["ours"]["llama, incomplete"]["report"]
     assert len(incomplete["missing_keys"]) == 2
     if world == 1:
