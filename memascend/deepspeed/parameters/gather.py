@@ -277,7 +277,8 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def fetch(coordinator: Any, module: Any, forward: bool, *is_leaf: bool) -> None:
-        params = list(iter_params(module, recurse=z3_leaf_module(module)))
+        recurse = is_leaf[0] if is_leaf else z3_leaf_module(module)
+        params = list(iter_params(module, recurse=recurse))
         parts = [(swapper, part) for swapper, part in by_swapper(params) if swapper is not None]
         if parts:
             drop_stale_trace(coordinator, params)
