@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from environments import ROOT, Environment, build_wheel
+
 from memascend.deepspeed.seams import fingerprints
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv" / "versions"
-TIMEOUT_S = 1800
-LOG_TAIL_LINES = 30
 
 #: What is tried of a release that is not refused, by the test that tries it.
 TRIALS = {
@@ -157,16 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list or not rows:
         print("\n".join(row.name for row in rows or ROWS))
         return 0 if rows else 1
-    args.folder.mkdir(parents=True, exist_ok=True)
     wheel = build_wheel(args.folder)
     results = []
     for name, group in groupby(rows, key=lambda row: row.environment):
-        environment = Environment(args.folder / name, wheel)
+        environment = Environment(args.folder / name)
         try:
-            results += [(row, try_row(row, environment)) for row in group]
+            results += [(row, try_row(row, environment, wheel)) for row in group]
         finally:
             if not args.keep:
-                shutil.rmtree(environment.folder, ignore_errors=True)
+                environment.remove()
     print(table(results))
     problems = [f"{row.name}: {problem}" for row, found in results for problem in found.problems]
     print("\n".join(["", *problems]) if problems else "\nall as expected")
@@ -178,99 +173,28 @@ def chosen(words: Sequence[str]) -> list[Row]:
     return [row for row in ROWS if not words or any(word in row.name for word in words)]
 
 
-def build_wheel(folder: Path) -> Path:
-    """Builds this checkout's wheel, once for all environments."""
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        words = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", made)
-        command = [sys.executable, "-m", "pip", *words, str(ROOT)]
-        subprocess.run(command, check=True, timeout=TIMEOUT_S)
-        [wheel] = Path(made).iterdir()
-        return wheel.replace(folder / wheel.name)
+def install(row: Row, environment: Environment, wheel: Path) -> None:
+    """Installs a row's releases; what the wheel's own ranges refuse, DeepSpeed alone.
+
+    Raises:
+        CalledProcessError: pip failed; the log says why.
+    """
+    if not environment.is_ready:
+        environment.create()
+        # DeepSpeed's source package imports torch while it is built.
+        environment.install(f"torch=={row.torch}", *TOOLS)
+        ranges = (f"{wheel}[finetune]", f"transformers=={row.transformers}")
+        environment.install("--no-build-isolation", *ranges, f"deepspeed=={NEWEST}")
+        environment.finish()
+    environment.install("--no-build-isolation", "--no-deps", f"deepspeed=={row.deepspeed}")
+    environment.deepspeed = row.deepspeed
 
 
-class Environment:
-    """A virtual environment with one torch and one transformers, made when it is first used."""
-
-    def __init__(self, folder: Path, wheel: Path) -> None:
-        self.folder = folder
-        self.wheel = wheel
-        self.log = folder.with_suffix(folder.suffix + ".log")
-        self.deepspeed = ""  # the release installed last
-
-    def install(self, row: Row) -> None:
-        """Installs a row's releases; what the wheel's own ranges refuse, DeepSpeed alone.
-
-        Raises:
-            CalledProcessError: pip failed; the log says why.
-        """
-        if not (self.folder / "ready").exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.log.unlink(missing_ok=True)
-            self._call(sys.executable, "-m", "venv", str(self.folder))
-            # DeepSpeed's source package imports torch while it is built.
-            self._pip(f"torch=={row.torch}", *TOOLS)
-            ranges = (f"{self.wheel}[finetune]", f"transformers=={row.transformers}")
-            self._pip("--no-build-isolation", *ranges, f"deepspeed=={NEWEST}")
-            (self.folder / "ready").touch()
-        self._pip("--no-build-isolation", "--no-deps", f"deepspeed=={row.deepspeed}")
-        self.deepspeed = row.deepspeed
-
-    def python(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs the environment's Python in the checkout, and returns what it printed."""
-        command = [str(self.folder / "bin" / "python"), *words]
-        with self.log.open("a", encoding="utf-8") as log:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=self._variables(),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-            log.write(done.stdout)
-        return done
-
-    def tail(self) -> str:
-        """Returns the end of the log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
-
-    def _pip(self, *words: str) -> None:
-        extra = os.environ.get("PIP_ARGS", "").split()
-        pip = (str(self.folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
-        self._call(*pip, "--disable-pip-version-check", *extra, *words)
-
-    def _call(self, *command: str) -> None:
-        with self.log.open("a", encoding="utf-8") as log:
-            subprocess.run(
-                command,
-                check=True,
-                env=self._variables(),
-                stdout=log,
-                stderr=log,
-                timeout=TIMEOUT_S,
-            )
-
-    def _variables(self) -> dict[str, str]:
-        """Returns the caller's, with the environment's programs first.
-
-        Each release has operators of its own: their sources differ, and times of files do not
-        tell.
-        """
-        own = {
-            "PATH": os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]]),
-            "TORCH_EXTENSIONS_DIR": str(self.folder / "operators" / self.deepspeed),
-            "DS_BUILD_OPS": "0",
-        }
-        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
-
-
-def try_row(row: Row, environment: Environment) -> Found:
+def try_row(row: Row, environment: Environment, wheel: Path) -> Found:
     """Installs a row's releases, starts with a block, and runs the tests that are expected."""
     print(f"== {row.name}", flush=True)
     try:
-        environment.install(row)
+        install(row, environment, wheel)
     except subprocess.CalledProcessError as error:
         return nothing(f"cannot install it: {error}\n{environment.tail()}")
     started = environment.python("-c", START)

@@ -17,6 +17,7 @@ from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("deepspeed", "torch", "transformers")
+WHEEL = Path("memascend.whl")
 REPORT = """<testsuites><testsuite>
 <testcase name="test_every_section_alone_gives_the_bits_of_cpu_offload[llama]"/>
 <testcase name="test_a_resumed_run_gives_the_bits_of_one_never_interrupted[a]"/>
@@ -136,7 +137,9 @@ class Started:
         self.printed = printed
         self.status = status
 
-    def install(self, row: Any) -> None:
+    is_ready = True
+
+    def install(self, *words: str) -> None:
         pass
 
     def tail(self) -> str:
@@ -154,7 +157,7 @@ VERSIONS_FOUND = '"versions": {"deepspeed": "1.2", "torch": "2.13.0+cpu", "trans
 
 def test_a_trial_that_did_not_pass_or_run_is_a_problem(script: ModuleType, tmp_path: Path) -> None:
     printed = '{"refusal": "", "knows_weights": true, "differing": [], ' + VERSIONS_FOUND + "}"
-    found = script.try_row(script.ROWS[0], Started(tmp_path, f"a warning\n{printed}"))
+    found = script.try_row(script.ROWS[0], Started(tmp_path, f"a warning\n{printed}"), WHEEL)
     assert found.cells["training"] == "passed"
     *problems, log = found.problems
     lacking = ["two ranks: not run", "resume: failure", "early steps: not run", "weights: skipped"]
@@ -165,7 +168,7 @@ def test_a_trial_that_did_not_pass_or_run_is_a_problem(script: ModuleType, tmp_p
 def test_what_does_not_start_is_a_problem_with_the_end_of_its_log(
     script: ModuleType, tmp_path: Path
 ) -> None:
-    found = script.try_row(script.ROWS[0], Started(tmp_path, "", status=1))
+    found = script.try_row(script.ROWS[0], Started(tmp_path, "", status=1), WHEEL)
     [problem] = found.problems
     assert "the end of the log" in problem
     assert "| fails |" in script.table([(script.ROWS[0], found)])
@@ -174,7 +177,7 @@ def test_what_does_not_start_is_a_problem_with_the_end_of_its_log(
 def test_the_table_has_what_was_installed(script: ModuleType, tmp_path: Path) -> None:
     row = replace(script.ROWS[0], deepspeed="1.2", is_refused=True)
     printed = '{"refusal": "differs", "knows_weights": true, "differing": ["a", "b"], '
-    found = script.try_row(row, Started(tmp_path, printed + VERSIONS_FOUND + "}"))
+    found = script.try_row(row, Started(tmp_path, printed + VERSIONS_FOUND + "}"), WHEEL)
     assert found.problems == []
     last = script.table([(row, found)]).splitlines()[-1]
     assert last.startswith("| 1.2 | 2.13.0+cpu | 5 | refused: 2 definitions differ |")
