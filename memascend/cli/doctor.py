@@ -32,6 +32,7 @@ from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
 from memascend.config.installed import ABILITIES, is_able
+from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.compare import compare
 from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.deepspeed.seams.refusal import RANGE, advice
@@ -50,6 +51,9 @@ from memascend.system.mounts import (
 
 TRIAL_BYTES = MIB
 FREE_BYTES_COMFORTABLE = 20 * GIB
+
+#: Training frameworks that have a recipe or an example, by their distributions.
+FRAMEWORKS = ("accelerate", "trl", "llamafactory", "ms-swift", "axolotl", "openrlhf")
 
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux has added it to
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -97,6 +101,8 @@ def examine(path: Path) -> list[Check]:
         _system(),
         _package("torch"),
         _deepspeed(),
+        _transformers(),
+        _frameworks(),
         _activation(),
         _io_uring(),
         _page_lock_limit(),
@@ -155,6 +161,30 @@ def _deepspeed() -> Check:
     if lacking:
         return Check("deepspeed", "note", f"{check.found}, without {', '.join(lacking)}", fix)
     return check
+
+
+def _transformers() -> Check:
+    """Compare the loader of transformers with the known ones, as training does at its start."""
+    check = _package("transformers")
+    if check.state != "ok":
+        return Check("transformers", "ok", "not installed: a training loop without it needs none")
+    with contextlib.redirect_stdout(sys.stderr):
+        unknown = transformers_seams.unknown_definitions()
+    if not unknown:
+        return check
+    found = (
+        f"{check.found} loads pretrained weights with unknown code ({', '.join(unknown)}): training"
+        " is the same, but while weights are loaded host memory grows with their files"
+    )
+    fix = f"transformers {transformers_seams.known_releases()}, if your framework takes it"
+    return Check("transformers", "note", found, fix)
+
+
+def _frameworks() -> Check:
+    """Name the training frameworks that are installed."""
+    checks = [_package(name) for name in FRAMEWORKS]
+    found = [f"{check.name} {check.found}" for check in checks if check.state == "ok"]
+    return Check("frameworks", "ok", ", ".join(found) or f"none of {', '.join(FRAMEWORKS)}")
 
 
 def _activation() -> Check:

@@ -24,8 +24,8 @@ from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport,
 from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
 
-CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
-CHECKS += ["host memory", "heap", "compiler", "libaio", "device"]
+CHECKS = ["system", "torch", "deepspeed", "transformers", "frameworks", "activation", "io_uring"]
+CHECKS += ["page lock", "huge pages", "host memory", "heap", "compiler", "libaio", "device"]
 
 
 def diagnose(
@@ -199,6 +199,46 @@ def test_a_deepspeed_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.Mo
     assert check.state == "problem"
     assert "cannot be imported" in check.found
     assert "pip install" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("unknown", "state", "named"),
+    [([], "ok", "5.6.0"), (["load_state_dict (c33c)"], "note", "load_state_dict")],
+)
+def test_a_transformers_is_judged_by_its_loader(
+    monkeypatch: pytest.MonkeyPatch, unknown: list[str], state: str, named: str
+) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "5.6.0")
+    monkeypatch.setattr(doctor.transformers_seams, "unknown_definitions", lambda: unknown)
+    check = doctor._transformers()
+    assert check.state == state
+    assert check.found.startswith("5.6.0")
+    assert named in check.found
+    assert bool(check.fix) == (state != "ok")
+
+
+def only_these(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """Gives doctor an environment that has these distributions."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+
+
+def test_frameworks_are_named_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_these(monkeypatch, {"trl": "1.9.0", "axolotl": "0.19.0", "numpy": "2.4"})
+    check = doctor._frameworks()
+    assert (check.state, check.found) == ("ok", "trl 1.9.0, axolotl 0.19.0")
+
+
+def test_a_loop_of_ones_own_needs_neither_transformers_nor_a_framework(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only_these(monkeypatch, {})
+    assert [doctor._transformers().state, doctor._frameworks().state] == ["ok", "ok"]
 
 
 def test_a_package_that_is_missing_is_in_the_way() -> None:

@@ -124,8 +124,7 @@ def arm() -> None:
     if module is None or _originals or _refused:
         return
     wrappers = {name: wrap for name, wrap in BY_NAME.items() if hasattr(module, name)}
-    _refused.extend(_unknown())
-    forget_sources()
+    _refused.extend(unknown_definitions())
     if _refused:
         _log_refusal()
     else:
@@ -161,13 +160,18 @@ def is_armed() -> bool:
     return _originals.keys() >= WRAPPERS.keys()
 
 
-def _unknown() -> list[str]:
-    """Return the names of definitions whose code is not known, with fingerprints."""
+def unknown_definitions() -> list[str]:
+    """Return definitions whose code is not known, with fingerprints; imports transformers."""
     found = _fingerprint(MODULE, LOAD)
-    for loader in LOADERS:
-        if loader.load == found:
-            return list(loader.unknown())
-    return [f"{LOAD} ({found})"]
+    loader = next((loader for loader in LOADERS if loader.load == found), None)
+    unknown = [f"{LOAD} ({found})"] if loader is None else list(loader.unknown())
+    forget_sources()
+    return unknown
+
+
+def known_releases() -> str:
+    """Return the releases whose loaders are known, as text."""
+    return ", ".join(loader.releases for loader in LOADERS)
 
 
 def _fingerprint(module: str, name: str) -> str:
@@ -188,5 +192,5 @@ def _log_refusal() -> None:
         "read from their files stay in memory and in the page cache. Known to work: %s",
         sys.modules["transformers"].__version__,
         ", ".join(_refused),
-        ", ".join(loader.releases for loader in LOADERS),
+        known_releases(),
     )
