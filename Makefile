@@ -15,6 +15,7 @@ KILL_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_ARGS ?=
 VERSIONS_ARGS ?=
+FRAMEWORKS_ARGS ?=
 # Of random delays on the emulated device; 0 has none.
 DEVICE_SEEDS ?= 0,1,2,3,4,5,6,7,8,9,10
 
@@ -40,7 +41,7 @@ endif
 
 .PHONY: help all environment demo test test-all test-root lint type test-cpp docs bench bench-memory
 .PHONY: bench-step bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
-.PHONY: test-versions
+.PHONY: test-versions test-frameworks
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -72,6 +73,9 @@ test-root: environment ## the tests that need root: loop devices, mounts, contro
 
 test-versions: environment ## releases of DeepSpeed, torch and transformers, each in an environment of its own
 	$(BIN)/python scripts/try_versions.py $(VERSIONS_ARGS)
+
+test-frameworks: environment ## each training framework as pip installs it, its recipe compared with CPU offload
+	$(BIN)/python scripts/try_frameworks.py $(FRAMEWORKS_ARGS)
 
 test-cpp: environment ## the C++ tests; SAN=address or SAN=thread with a sanitizer
 	$(BIN)/python scripts/test_cpp.py --san $(SAN)

@@ -15,19 +15,23 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Train, and save the model."""
+    """Train, or go on from a checkpoint, and save the model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="toy/llama", help="a folder, or a name on the Hub")
     parser.add_argument("--data", default=str(HERE.parent / "data" / "text.jsonl"))
     parser.add_argument("--deepspeed_config", default=str(HERE / "ds_config.json"))
     parser.add_argument("--output", default="out/accelerate")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--save_steps", type=int, default=4)
+    parser.add_argument("--resume", help="from a folder checkpoint-N of --output")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
     args = parser.parse_args()
 
     # Made before the model, so that from_pretrained puts the weights where they belong at once.
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=args.deepspeed_config)
-    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    # The order of the rows follows from seed and epoch, for runs that resume within one.
+    order = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, dataloader_config=order)
     transformers.set_seed(42)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="bfloat16")
@@ -44,9 +48,13 @@ def main() -> None:
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, args.steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-    step = 0
+    step, batches = 0, loader
+    if args.resume:
+        accelerator.load_state(args.resume)
+        step = int(args.resume.rpartition("-")[2])
+        batches = accelerator.skip_first_batches(loader, step % len(loader))
     while step < args.steps:
-        for batch in loader:
+        for batch in batches:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -55,8 +63,11 @@ def main() -> None:
                 optimizer.zero_grad()
             accelerator.print(f"step {step} loss {loss.item()!r}")
             step += 1
+            if step % args.save_steps == 0:
+                accelerator.save_state(f"{args.output}/checkpoint-{step}")
             if step == args.steps:
                 break
+        batches = loader
 
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(

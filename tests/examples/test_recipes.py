@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memascend.base.units import GIB, parse_nbytes
+from memascend.cli.main import main
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
@@ -24,8 +27,9 @@ KEYS = {
     "axolotl": ("deepspeed",),
     "llama_factory": ("deepspeed",),
     "ms_swift": ("deepspeed",),
+    "trl": None,
     "open_instruct": None,
-    "open_instruct_accelerate": ("deepspeed_config", "deepspeed_config_file"),
+    "accelerate": ("deepspeed_config", "deepspeed_config_file"),
 }
 
 
@@ -77,7 +81,7 @@ def test_a_json_of_the_recipes_is_accepted_with_everything_on_the_drive(path: Pa
 
 def test_accelerate_reads_its_recipe() -> None:
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    path = FOLDER / "open_instruct_accelerate.yaml"
+    path = FOLDER / "accelerate.yaml"
     config = config_args.load_config_from_file(str(path))
     assert config.distributed_type == "DEEPSPEED"
     assert config.deepspeed_config["zero3_init_flag"] is True
@@ -91,7 +95,7 @@ MAKES_THE_OPTIMIZER = {
     "axolotl": False,
     "llama_factory": False,
     "ms_swift": True,
-    "open_instruct_accelerate": True,
+    "accelerate": True,
 }
 
 
@@ -113,3 +117,57 @@ def test_accelerate_keeps_the_betas_of_an_optimizer_that_the_script_makes() -> N
     made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], betas=(0.8, 0.95), eps=1e-6)
     (group,) = accelerate.map_pytorch_optim_to_deepspeed(made).param_groups
     assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
+
+
+#: Shapes of the models that recipes name; OLMo 2 has those of a Llama, and small norms besides.
+SHAPES = {
+    "Qwen/Qwen3-8B": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    },
+    "allenai/OLMo-2-1124-7B": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 100352,
+    },
+}
+COMMON = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MODEL_KEYS = ("base_model", "model", "model_name_or_path")
+BATCH_KEYS = ("micro_batch_size", "per_device_train_batch_size")
+LENGTH_KEYS = ("sequence_len", "cutoff_len", "max_length", "max_seq_length")
+
+
+def first_of(recipe: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    return next(recipe[key] for key in keys if key in recipe)
+
+
+@pytest.mark.parametrize("name", sorted(set(KEYS) - {"accelerate"}))
+def test_a_recipe_fits_the_card_that_it_names(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load(name)
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    [card] = re.findall(r"Fits a GPU of (\d+ GiB)\.", text)
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(SHAPES[first_of(recipe, MODEL_KEYS)] | COMMON))
+    options = ["--config", str(FOLDER / (json_of(name) or "accelerate.json")), "--json"]
+    options += ["--context", str(first_of(recipe, LENGTH_KEYS))]
+    options += ["--batch", str(first_of(recipe, BATCH_KEYS))]
+    options += ["--device-memory", card.replace(" ", ""), "--host-memory", "16GiB"]
+    assert main(["plan", str(model), *options]) == 0
+    ways = json.loads(capsys.readouterr().out)["context"]["ways"]
+
+    # With an empty block checkpoints stay on the device, where stock has them.
+    assert ways["stock, checkpointing"]["device_bytes"] <= parse_nbytes(card.replace(" ", ""))
+    assert ways["memascend, checkpointing"]["host_bytes"] <= 8 * GIB
