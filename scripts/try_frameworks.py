@@ -225,7 +225,7 @@ def install(framework: Framework, environment: Environment, wheel: Path, found: 
 def installed(environment: Environment) -> dict[str, str]:
     """Returns the version of each package in an environment."""
     listed = environment.python("-m", "pip", "list", "--format", "json").stdout
-    return {row["name"].lower(): row["version"] for row in json.loads(listed)}
+    return {row["name"].lower().replace("_", "-"): row["version"] for row in json.loads(listed)}
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -219,6 +219,15 @@ def test_a_run_without_a_step_is_an_error(script: ModuleType, tmp_path: Path) ->
 # -- packages --------------------------------------------------------------------------------------
 
 
+def test_a_package_is_known_by_the_name_that_its_users_type(script: ModuleType) -> None:
+    class Lists:
+        def python(self, *words: str) -> Any:
+            text = json.dumps([{"name": "ms_swift", "version": "4.6.0"}])
+            return type("Done", (), {"stdout": text})
+
+    assert script.installed(Lists()) == {"ms-swift": "4.6.0"}
+
+
 def test_what_pip_has_changed_is_named(script: ModuleType) -> None:
     before = {"deepspeed": "0.18.9", "torch": "2.13.0", "gone": "1"}
     after = {"deepspeed": "0.19.8", "torch": "2.13.0", "memascend": "0.1.0"}
