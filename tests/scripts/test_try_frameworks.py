@@ -192,8 +192,9 @@ def test_nothing_saved_is_a_problem(script: ModuleType, framework: Any, tmp_path
     found = outcomes(script, tmp_path)
     for key, one in found.items():
         found[key] = script.Outcome(one.optimizer, one.steps, {})
-    _, problems = script.compare(framework, found)
+    cells, problems = script.compare(framework, found)
     assert "weights: 0 of 0 are equal" in problems
+    assert cells["saved midway"] == "no safetensors"
 
 
 def test_tensors_are_compared_each_and_not_their_files(script: ModuleType, tmp_path: Path) -> None:
