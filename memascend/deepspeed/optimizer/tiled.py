@@ -113,16 +113,15 @@ class TiledSteps:
                 type(upstream.base).__name__,
                 format_nbytes(tiles.nbytes),
             )
-        rank = dist.get_rank() if self.keeps_bf16_states else 0
         self._fused = fused_adam(
             upstream.base,
             tiles.shape,
-            rank,
+            dist.get_rank() if self.keeps_bf16_states else 0,
             is_wanted=runtime.config.streaming.optimizer.fused,
             is_needed=self.keeps_bf16_states,
             largest_numel=max(upstream.numels),
         )
-        if self.keeps_bf16_states and rank == 0:
+        if self.keeps_bf16_states and dist.get_rank() == 0:
             log.warning("memascend: %s", INEXACT)
         self._ahead = self._work_ahead()
         upstream.state_swapper = StreamedSwapper(
@@ -133,8 +132,7 @@ class TiledSteps:
         """Return early steps if they are configured and this optimizer allows them."""
         if not self.runtime.config.streaming.optimizer.during_backward:
             return AfterBackward(self._stream)
-        reason = self._why_never_early()
-        if reason:
+        if reason := self._why_never_early():
             if dist.get_rank() == 0:
                 key = "streaming.optimizer.during_backward"
                 log.warning("memascend: %s has no effect: %s", key, reason)
@@ -314,8 +312,7 @@ class TiledSteps:
 
     def _fused_updates(self) -> list[FusedUpdate | None]:
         """Return the fused update of each sub-group; None: the optimizer must step by itself."""
-        upstream, groups = self._upstream, self._groups
-        states = upstream.base.state
+        upstream, groups, states = self._upstream, self._groups, self._upstream.base.state
         inputs = [
             (upstream.hyperparameters(number), states.get(one, {}), groups.group(one.ds_id).states)
             for number, one in enumerate(upstream.masters)
