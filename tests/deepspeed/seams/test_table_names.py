@@ -55,6 +55,7 @@ ATTRIBUTES = {
     "new_tensor": SAME,
     "param_groups": SAME,
     "pipeline": "assigned as text by `set_pipeline`, which is watched",
+    "state_dict": SAME,
     "swappable": "absent but for Muon, and asked for with a default",
 }
 #: Names without which ours does not work, by their rows.
