@@ -51,7 +51,7 @@ from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import DeviceSettings, Training, widths_of
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
-from memascend.plan.masters import check_masters
+from memascend.plan.optimizer_dtypes import INEXACT, check_masters, check_state_dtype, keeps_bf16
 from memascend.plan.release import check_release
 from memascend.plan.request import (
     check_limit_can_be_kept,
@@ -60,7 +60,6 @@ from memascend.plan.request import (
     why_whole_steps,
 )
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
-from memascend.plan.state_dtype import INEXACT, check_state_dtype, keeps_bf16
 from memascend.plan.stock import StockPlan, four_pieces, stock
 from memascend.system.memory import memory_total
 

@@ -19,9 +19,14 @@ from memascend.config.deepspeed import (
     parse_deepspeed,
 )
 from memascend.errors import ConfigError
-from memascend.plan.masters import FP32, master_dtype, narrow_key, state_dtype
+from memascend.plan.optimizer_dtypes import (
+    FP32,
+    master_dtype,
+    narrow_key,
+    state_dtype,
+    why_not_cpu_adam,
+)
 from memascend.plan.optimizers import kind_of, state_count_of
-from memascend.plan.state_dtype import why_not_cpu_adam
 from memascend.plan.window import WindowBytes
 
 #: Bytes of an element, by the names of dtypes. Only a live model is in fp64.

@@ -33,9 +33,8 @@ from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace
 from memascend.monitor.runs import default_root, run_name
 from memascend.monitor.status_file import RankPlace
-from memascend.plan.masters import check_masters
+from memascend.plan.optimizer_dtypes import check_masters, check_state_dtype
 from memascend.plan.request import check_limit_can_be_kept
-from memascend.plan.state_dtype import check_state_dtype
 from memascend.runtime import Runtime, StockParts
 from memascend.system.files import is_replaceable
 from memascend.system.heap import Heap, examine_heap, give_back_freed

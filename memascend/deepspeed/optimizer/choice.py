@@ -19,10 +19,9 @@ from memascend.config.installed import MUON
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import ConfigError
-from memascend.plan.masters import refusal_of_masters
+from memascend.plan.optimizer_dtypes import keeps_bf16, refusal_of_bf16, refusal_of_masters
 from memascend.plan.release import require, require_whole_steps
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
-from memascend.plan.state_dtype import keeps_bf16, refusal
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:
             f"streaming.{name} cannot serve, since {reason}. Change that, or leave the limit out"
         )
     if reason and name == "optimizer" and keeps_bf16(config):
-        raise refusal(f"streaming.optimizer cannot serve, since {reason}", "Change that")
+        raise refusal_of_bf16(f"streaming.optimizer cannot serve, since {reason}", "Change that")
     if reason and dist.get_rank() == 0:
         log.warning(
             "memascend: streaming.%s is not used: %s. Host memory grows with the model",

@@ -44,7 +44,7 @@ from memascend.kernels.adam import (
     make_rounding_key,
     update,
 )
-from memascend.plan.state_dtype import refusal
+from memascend.plan.optimizer_dtypes import refusal_of_bf16
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.tile_memory import TileShape
 
@@ -277,7 +277,7 @@ def fused_adam(
     recomputes = is_adam and recomputes_powers(optimizer.ds_opt_adam)
     refuse: Refuse | None = None
     if is_needed:
-        refuse = partial(refusal, remedy="Change that")
+        refuse = partial(refusal_of_bf16, remedy="Change that")
     elif recomputes and largest_numel > shape.numel:
         refuse = _refusal_of_tiles
     reason = "streaming.optimizer.fused is false"

@@ -45,7 +45,7 @@ from memascend.deepspeed.plan.optimizers import (
 )
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.plan.knobs import tile_sizes
-from memascend.plan.state_dtype import INEXACT, keeps_bf16
+from memascend.plan.optimizer_dtypes import INEXACT, keeps_bf16
 from memascend.runtime import Runtime
 from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.step import Step, StepPhase

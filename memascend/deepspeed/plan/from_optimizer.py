@@ -26,8 +26,8 @@ from memascend.plan.knobs import (
     STAGING_SLOT_BYTES_MIN,
     LimitTooSmallError,
 )
+from memascend.plan.optimizer_dtypes import keeps_bf16
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
-from memascend.plan.state_dtype import keeps_bf16
 from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
 

@@ -1,4 +1,4 @@
-"""Master weights in 16 bits: what a DeepSpeed JSON asks for, and what it may not have beside."""
+"""Dtypes of masters and states: what a DeepSpeed JSON asks for, and what it may not have beside."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from memascend.config.block import parse_block
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.errors import ConfigError
-from memascend.plan.masters import (
+from memascend.plan.optimizer_dtypes import (
     check_masters,
+    check_state_dtype,
     master_dtype,
     narrow_key,
     state_dtype,
@@ -22,6 +23,7 @@ BF16_STATES = {"bf16": NARROW["bf16"] | {"bf16_optimizer_states": True}}
 FP16 = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
 FP16_STATES = FP16 | {"optimizer": {"params": {"fp32_optimizer_states": False}}}
 NVME = {"device": "nvme", "nvme_path": "/mnt"}
+BF16_BLOCK = {"streaming": {"optimizer": {"state_dtype": "bf16"}}}
 ZERO = {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}
 
 
@@ -93,3 +95,51 @@ def test_what_they_cannot_be_with_is_named(
 def test_what_the_trainer_fills_in_is_no_refusal() -> None:
     keys = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
     check_masters(parse_block({}), parse_deepspeed({"zero_optimization": ZERO, **keys}))
+
+
+def check(block: dict[str, Any], **keys: Any) -> None:
+    zero = {"stage": 3, "offload_optimizer": keys.pop("offload_optimizer", NVME)}
+    check_state_dtype(parse_block(block), parse_deepspeed({"zero_optimization": zero, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "found", "remedy"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device is 'cpu'", '"nvme"'),
+        ({"offload_optimizer": {}}, "offload_optimizer.device is 'none'", '"nvme"'),
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type is 'Lion'", '"AdamW"'),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
+            "torch_adam is true",
+            "Take it out",
+        ),
+    ],
+)
+def test_what_bf16_states_cannot_be_with_is_named(
+    keys: dict[str, Any], found: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(BF16_BLOCK, **keys)
+    message = str(caught.value)
+    assert 'memascend.streaming.optimizer.state_dtype="bf16"' in message
+    assert found in message
+    assert remedy in message
+    check({}, **keys)
+
+
+def test_deepspeeds_own_engine_does_not_do() -> None:
+    with pytest.raises(ConfigError, match=r"direct_nvme\.enabled is false"):
+        check(BF16_BLOCK | {"direct_nvme": {"enabled": False}})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},  # the script's own, which is looked at when it is there
+        {"optimizer": {"type": "Adam"}},
+        {"optimizer": {"type": "adamw", "params": {"torch_adam": False}}},
+        {"optimizer": {"type": "auto"}},
+    ],
+)
+def test_adam_may_have_bf16_states(keys: dict[str, Any]) -> None:
+    check(BF16_BLOCK, **keys)
