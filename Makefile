@@ -61,7 +61,7 @@ device: environment # the emulated device that tests/device trains on
 test: environment device ## the Python tests of every feature, in ten minutes
 	$(PYTEST) -m "not full" $(PYTEST_ARGS)
 
-test-all: environment device ## all Python tests but most of the emulated device's
+test-all: environment device ## all Python tests but those that repeat others, as most of the emulated device's do
 	$(PYTEST) -m "not matrix and not coarse" --hypothesis-profile=full $(PYTEST_ARGS)
 
 test-device: environment device ## everything on the emulated device, with every seed, for hours

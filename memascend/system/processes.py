@@ -77,6 +77,20 @@ class Peaks:
     process_rss_bytes: dict[int, int] = field(default_factory=dict)
 
 
+def drive_counters(names: Iterable[str]) -> dict[str, Any]:
+    """Return psutil's counters of each drive that the kernel counts, named as in sysfs.
+
+    A container may hide them, and the kernel may count a device in a form that psutil does not
+    know: none are returned then.
+    """
+    counted: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, NotImplementedError):
+        counted = psutil.disk_io_counters(perdisk=True, nowrap=False)
+    # The kernel writes "!" for the "/" of a device's name in sysfs alone.
+    found = {name: counted.get(name.replace("!", "/")) for name in names}
+    return {name: counters for name, counters in found.items() if counters is not None}
+
+
 class TreeSampler:
     """Samples a process tree from a thread of its own until stopped.
 
@@ -125,8 +139,7 @@ class TreeSampler:
             if sample.rss_bytes:
                 self.samples.append(sample)
             if now >= drive_due and self._drives:
-                every = psutil.disk_io_counters(perdisk=True, nowrap=False)
-                counters = {name: every[name] for name in self._drives if name in every}
+                counters = drive_counters(self._drives)
                 self.drive_samples.append(DriveSample(now - self._started_s, counters))
                 drive_due = now + DRIVE_INTERVAL_S
             if now >= pss_due:

@@ -1,8 +1,10 @@
 """Starts a program once for each rank of one machine: `python ranks.py COUNT PROGRAM ARGUMENTS`.
 
 As torchrun does, but for the imports: large libraries that the program imports are imported here,
-once, and each rank is a fork. DeepSpeed alone takes three seconds of a core. tests/integration/
-test_launchers.py and test_nodes.py have torchrun itself, and others.
+once, and each rank is a fork. DeepSpeed alone takes three seconds of a core. Forks have the same
+hashes of strings and the same state of `random`, so sets iterate alike in all of them: ranks that
+differ in this are in parity's own processes, and in tests/integration/test_launchers.py and
+test_nodes.py, which have torchrun itself, and others.
 """
 
 from __future__ import annotations
@@ -110,11 +112,14 @@ def main() -> int:
     from ports import free_port  # beside this file
 
     count, *command = sys.argv[1:]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torch looks for when it is imported
+    os.environ["OMP_NUM_THREADS"] = "1"  # which torch looks for when it is imported
     # A line at once, and whole beside those of other ranks.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     port = free_port()
-    import_what_is_large(command[0])
+    if os.environ.get("DS_ACCELERATOR") == "cpu":  # a search for devices would spoil the forks
+        import_what_is_large(command[0])
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit("ranks.py: an import has started a thread. Take its library out of LARGE")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ranks: list[Rank] = []
     try:

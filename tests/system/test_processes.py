@@ -20,6 +20,7 @@ from memascend.system.processes import (
     Sample,
     TreeSampler,
     disk_bytes,
+    drive_counters,
     nameless_disk_bytes,
     process_tree,
 )
@@ -145,7 +146,7 @@ def test_drives_are_sampled_from_the_start_to_the_end(
     counters = iter({"sda": SimpleNamespace(read_bytes=moved)} for moved in range(10**9))
     monkeypatch.setattr(processes, "DRIVE_INTERVAL_S", 0.0)
     monkeypatch.setattr(processes, "drives_of", lambda folders: ["sda", "gone"][: 2 * len(folders)])
-    monkeypatch.setattr(psutil, "disk_io_counters", lambda **asked: next(counters))
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda *, perdisk, nowrap: next(counters))
     for folders, is_watched in (([tmp_path], True), ([], False)):
         process = holding_process(MIB)
         sampler = TreeSampler(process.pid, interval_s=0.001, folders=folders)
@@ -160,6 +161,25 @@ def test_drives_are_sampled_from_the_start_to_the_end(
         assert all(set(each.counters) == {"sda"} for each in found)
         moved = [each.counters["sda"].read_bytes for each in found]
         assert moved == sorted(moved)
+
+
+def test_counters_have_the_names_of_sysfs_and_the_fields_that_are_drawn() -> None:
+    counted = psutil.disk_io_counters(perdisk=True, nowrap=False)
+    names = {name.replace("/", "!") for name in counted}
+    found = drive_counters([*names, "gone"])
+    assert found.keys() == names
+    assert all(each.read_bytes >= 0 and each.write_bytes >= 0 for each in found.values())
+
+
+@pytest.mark.parametrize("error", [PermissionError, ValueError, NotImplementedError])
+def test_drives_that_cannot_be_counted_are_none(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**asked: bool) -> None:
+        raise error("no counters here")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", fail)
+    assert drive_counters(["sda"]) == {}
 
 
 def test_drives_are_found_below_folders_that_a_run_makes_later(
