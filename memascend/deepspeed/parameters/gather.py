@@ -190,7 +190,12 @@ def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def gather(part: Sequence[Parameter], *, is_alone: bool = False) -> None:
             if not is_alone:
-                handles.extend(original(init, part, async_op=async_op, hierarchy=hierarchy) or [])
+                # On gloo the gathers of a list are independent, and before 0.19.8 DeepSpeed waits
+                # for the last one alone.
+                one_by_one = not async_op and stream_here() is None
+                for some in [[one] for one in part] if one_by_one else [part]:
+                    gathers = original(init, some, async_op=async_op, hierarchy=hierarchy)
+                    handles.extend(gathers or [])
                 return
             handles.append(_no_gather_coalesced(part))
             if not async_op:

@@ -281,6 +281,10 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_get_loss_scale",
             "_get_param_partition_group",
             "_get_param_partition_rank",
+            "_get_norm_groups",
+            "_overflow_clean_up",
+            "_pre_step",
+            "create_reduce_and_remove_grad_hooks",
             "_swappable_optimizer_subgroup",
             "_unflatten_partitioned_parameters",
             "get_param_id",
@@ -317,6 +321,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
     *(
         ("deepspeed.runtime.base_optimizer", f"ZeROOptimizer.{name}")
         for name in (
+            "enter_backward",
             "get_param_comm_dtype",
             "is_gradient_accumulation_boundary",
             "_backward_seen_this_step",
@@ -342,6 +347,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.partition_parameters", "register_external_parameter"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
     (f"{_ZERO}.partition_parameters", "Init._partition"),
+    (f"{_ZERO}.partition_parameters", "Init._allgather_params_coalesced"),
+    (f"{_ZERO}.partition_parameters", "Init._allgather_params_sequential"),
     (f"{_ZERO}.partition_parameters", "Init.param_swapper"),
     (f"{_ZERO}.partitioned_param_coordinator", "iter_params"),
     (f"{_ZERO}.parameter_offload", "FWD_MODULE_STACK"),

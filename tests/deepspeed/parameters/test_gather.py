@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from memascend.deepspeed.parameters import gather as gather_module
 from memascend.deepspeed.parameters.gather import (
     swapper_of,
     wrap_all_gather,
@@ -188,7 +189,12 @@ def failing(
 
 
 @pytest.mark.parametrize("which", ["all_gather", "all_gather_coalesced"])
-def test_out_of_memory_in_a_turn_gives_up_what_was_begun(swapper: TwoAtATime, which: str) -> None:
+def test_out_of_memory_in_a_turn_gives_up_what_was_begun(
+    swapper: TwoAtATime, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gather_module, "stream_here", lambda: "a stream"
+    )  # lists are gathered at once
     params = parameters(swapper, 5)
     params[4].ds_status = ZeroParamStatus.INFLIGHT  # another gather's
     for param in params:

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from memascend.deepspeed.parameters import gather as gather_module
 from memascend.deepspeed.parameters.gather import (
     by_swapper,
     wrap_all_gather,
@@ -58,12 +59,20 @@ def test_a_list_is_split_by_swapper_in_an_order_that_no_set_changes() -> None:
     ]
 
 
-def test_each_swapper_gathers_its_own_parameters_of_a_list() -> None:
+@pytest.mark.parametrize(
+    ("stream", "gathered"),
+    [("a stream", [[1, 3], [2, 5]]), (None, [[1], [3], [2], [5]])],
+    ids=["device", "gloo"],
+)
+def test_each_swapper_gathers_its_own_parameters_of_a_list(
+    stream: str | None, gathered: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather_module, "stream_here", lambda: stream)
     params, calls = of_several_models()
     params.pop(4)
     assert params[0].all_gather(param_list=params[::-1]) is None
     assert calls[0] == ("stock gather", [0])
-    assert [ids for what, ids in calls if what == "gather"] == [[1, 3], [2, 5]]
+    assert [ids for what, ids in calls if what == "gather"] == gathered
     assert [ids for what, ids in calls if what == "let go"] == [[1, 3], [2, 5]]
 
 
