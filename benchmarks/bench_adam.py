@@ -92,10 +92,10 @@ def one_pass(tile: Tile) -> Callable[[], None]:
     tile.optimizer.state[tile.parameter] = values
     (group,) = tile.optimizer.param_groups
     states = {"exp_avg": FP32, "exp_avg_sq": FP32}
-    (update,) = fused.updates([(group, values, states)])
-    assert update is not None
 
     def step() -> None:
+        (update,) = fused.updates([(group, values, states)])
+        assert update is not None
         update(
             begin=0,
             gradient=tile.raw,
