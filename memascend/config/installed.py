@@ -1,7 +1,7 @@
 """Abilities of the installed DeepSpeed that a configuration may need; DeepSpeed is not imported.
 
-An ability is known by a name in DeepSpeed's files, not by the version: a patched release has what
-its code has. Without DeepSpeed on this machine nothing is refused.
+An ability is known by a name in DeepSpeed's files, not by the version: a patched release has the
+abilities of its code. Without DeepSpeed on this machine nothing is refused.
 """
 
 from __future__ import annotations

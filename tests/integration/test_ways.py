@@ -20,7 +20,7 @@ from .programs import BLOCK, alone, armed_lines, needs_entry_point, run, trainer
 pytestmark = [pytest.mark.deepspeed, needs_entry_point]
 
 PROGRAM = Path(__file__).with_name("ways_program.py")
-#: Over 60 steps; a tensor that is left behind in each would be many times as much.
+#: Over 120 steps; a tensor that is left behind in each would be many times as much.
 GROWTH_BYTES_MAX = 8 << 20
 #: With two ranks no shard is large enough for the drive by itself; with a limit all are.
 LIMITED = BLOCK | {"host_memory_limit": "300MiB"}

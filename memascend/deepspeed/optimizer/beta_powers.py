@@ -7,7 +7,7 @@ which is the next sub-group of that step:
 
 - from 0.19.0 on the power is kept, so all sub-groups of a step have the same one;
 - until 0.18.9 it is computed with pow(). So the first sub-group of a step has the product, and the
-  others have pow(). The next step multiplies what the last of them left.
+  others have pow(). The next step multiplies the power that the last of them left.
 """
 
 from __future__ import annotations
