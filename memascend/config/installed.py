@@ -44,7 +44,13 @@ CHECKPOINT_INPUTS = Ability(
     "0.19.6",
 )
 MUON = Ability("Muon in ZeRO stage 3", "runtime/zero/stage3.py", "self.use_muon =", "0.18.9")
-ABILITIES = (MUON, CHECKPOINT_INPUTS, WHOLE_STEPS)
+INNER_PASSES = Ability(
+    "counting a backward pass inside another one",
+    "runtime/zero/stage3.py",
+    "def clear_backward_seen_flag(",
+    "0.18.5",
+)
+ABILITIES = (INNER_PASSES, MUON, CHECKPOINT_INPUTS, WHOLE_STEPS)
 
 
 def is_able(ability: Ability) -> bool:

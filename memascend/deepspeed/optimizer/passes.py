@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from memascend.config.installed import INNER_PASSES
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import IncompleteGradientError
+from memascend.plan.release import require
 
 _NO_GRAPH = -1
 
@@ -160,8 +162,17 @@ class PassHooks:
 
         Inside a running backward pass the gradients in the buckets are reduced instead, so that the
         inner pass finds the buckets empty.
+
+        Raises:
+            ConfigError: The installed DeepSpeed cannot count a pass inside another one.
         """
         if self.passes.continues():
+            require(
+                INNER_PASSES,
+                "a call of the engine inside its own backward pass (GradCache, a reentrant "
+                "checkpoint around the engine)",
+                "call the engine before or after that pass",
+            )
             self._keep(reduce)
         self._drop_unreduced()
         original()
