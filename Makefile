@@ -15,6 +15,8 @@ KILL_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_ARGS ?=
 VERSIONS_ARGS ?=
+# The oldest that is supported, and one that has half of the differences to the newest.
+RELEASES ?= 0.18.4 0.19.2
 FRAMEWORKS_ARGS ?=
 # Of random delays on the emulated device; 0 has none.
 DEVICE_SEEDS ?= 0,1,2,3,4,5,6,7,8,9,10
@@ -41,7 +43,7 @@ endif
 
 .PHONY: help all environment demo test test-all test-root lint type test-cpp docs bench bench-memory
 .PHONY: bench-step bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
-.PHONY: test-versions test-frameworks
+.PHONY: test-releases test-versions test-frameworks
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -70,6 +72,9 @@ test-device: environment device ## everything on the emulated device, with every
 
 test-root: environment ## the tests that need root: loop devices, mounts, control groups
 	$(BIN)/python -m pytest -m root --some-must-run $(PYTEST_ARGS)
+
+test-releases: environment ## the quick tests of parity with the oldest DeepSpeed and one in the middle
+	$(BIN)/python scripts/try_releases.py $(RELEASES)
 
 test-versions: environment ## releases of DeepSpeed, torch and transformers, each in an environment of its own
 	$(BIN)/python scripts/try_versions.py $(VERSIONS_ARGS)

@@ -1,22 +1,35 @@
 """Virtual environments in which `make test-versions` and `make test-frameworks` try the checkout.
 
-PIP_ARGS are given to every pip. DeepSpeed's operators are compiled when a run first needs them, in
-each environment anew.
+PIP_ARGS are given to every pip. DeepSpeed's operators are compiled in each environment anew; where
+releases take turns, an operator is compiled again when its sources or flags change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 1800
 LOG_TAIL_LINES = 30
+#: Of DeepSpeed's operators, in an environment.
+SOURCES = "lib/python*/site-packages/deepspeed/ops/csrc"
+#: Compiles those that training needs here, so that no test waits for a compiler. An older release
+#: may lack one.
+COMPILE = """
+from deepspeed.accelerator import get_accelerator
+for name in ("CPUAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder"):
+    builder = get_accelerator().create_op_builder(name)
+    if type(builder).__name__ == name:
+        builder.load(verbose=False)
+"""
 
 
 def build_wheel(folder: Path) -> Path:
@@ -30,17 +43,16 @@ def build_wheel(folder: Path) -> Path:
         return wheel.replace(folder / wheel.name)
 
 
-class Environment:
-    """A virtual environment, and a log beside it of everything that was run in it.
+def digest_of(path: Path) -> str:
+    """Return a digest of the file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    Attributes:
-        deepspeed: The installed release of DeepSpeed, where they take turns. Each has operators of
-            its own: their sources differ, and times of files do not tell.
-    """
+
+class Environment:
+    """A virtual environment, and a log beside it of everything that was run in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.deepspeed = ""
         self.log = folder.with_suffix(folder.suffix + ".log")
 
     @property
@@ -71,6 +83,32 @@ class Environment:
         extra = os.environ.get("PIP_ARGS", "").split()
         pip = (str(self.folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
         self._call(*pip, "--disable-pip-version-check", *extra, *words)
+
+    def exchange_deepspeed(self, release: str) -> None:
+        """Install another release of DeepSpeed, and compile the operators that differ.
+
+        Raises:
+            CalledProcessError: pip failed; the log says why.
+        """
+        with self._times_kept():
+            self.install("--no-build-isolation", "--no-deps", f"deepspeed=={release}")
+        self.python("-c", COMPILE)
+
+    @contextmanager
+    def _times_kept(self) -> Iterator[None]:
+        """Let sources that stay the same keep their times, which ninja compares; others are new."""
+        before = {(path, digest_of(path)): path.stat() for path in self._sources()}
+        yield
+        for path in self._sources():
+            known = before.get((path, digest_of(path)))
+            if known is None:
+                os.utime(path)  # pip may keep the time of a file in an archive
+            else:
+                os.utime(path, ns=(known.st_atime_ns, known.st_mtime_ns))
+
+    def _sources(self) -> list[Path]:
+        found = (path for root in self.folder.glob(SOURCES) for path in root.rglob("*"))
+        return [path for path in found if path.is_file()]
 
     def python(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the environment's Python in the checkout, and return what it printed."""
@@ -116,7 +154,7 @@ class Environment:
         """Return the caller's, with the environment's programs first and operators of its own."""
         own = {
             "PATH": os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]]),
-            "TORCH_EXTENSIONS_DIR": str(self.folder / "operators" / self.deepspeed),
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "operators"),
             "DS_BUILD_OPS": "0",
         }
         return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own

@@ -44,7 +44,11 @@ CASES = {
     "weights": "every_kind_of_checkpoint",
 }
 TEST_FILES = ("tests/parity/test_parity.py", "tests/deepspeed/weights/test_pretrained.py")
-TOOLS = ("setuptools>=77", "wheel", "ninja", "pytest>=8", "pytest-timeout", "hypothesis", "peft")
+#: What builds DeepSpeed's source package, and runs the tests and their conftest.py.
+TOOLS = (
+    *("setuptools>=77", "wheel", "ninja"),
+    *("pytest>=8,<9.2", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis", "peft"),
+)
 WEIGHTS = "weights"
 AS_STOCK = "as stock"
 
@@ -186,8 +190,7 @@ def install(row: Row, environment: Environment, wheel: Path) -> None:
         ranges = (f"{wheel}[finetune]", f"transformers=={row.transformers}")
         environment.install("--no-build-isolation", *ranges, f"deepspeed=={NEWEST}")
         environment.finish()
-    environment.install("--no-build-isolation", "--no-deps", f"deepspeed=={row.deepspeed}")
-    environment.deepspeed = row.deepspeed
+    environment.exchange_deepspeed(row.deepspeed)
 
 
 def try_row(row: Row, environment: Environment, wheel: Path) -> Found:

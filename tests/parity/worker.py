@@ -99,6 +99,7 @@ def serve(socket: int, run: Run) -> None:
 
     connection = Connection(socket)
     connection.send("ready")
+    is_frozen = False  # gc.get_freeze_count() walks through all that is
     while True:
         try:
             fields, config, options = connection.recv()
@@ -110,8 +111,9 @@ def serve(socket: int, run: Run) -> None:
             answer = {"error": traceback.format_exc()}
         connection.send(answer)
         # What the first case has imported stays: no later one has to look through all of it.
-        if gc.get_freeze_count() == 0:
+        if not is_frozen:
             gc.freeze()
+            is_frozen = True
 
 
 def become_unprivileged(*, memlock_bytes: int) -> None:

@@ -139,7 +139,7 @@ class Started:
 
     is_ready = True
 
-    def install(self, *words: str) -> None:
+    def exchange_deepspeed(self, release: str) -> None:
         pass
 
     def tail(self) -> str:

@@ -1,0 +1,82 @@
+"""Which releases `make test-releases` tries, and that no failure of one passes in silence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from memascend.deepspeed.seams.fingerprints import VERSIONS
+from tests.support.scripts import load_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("try_releases")
+
+
+def test_the_oldest_release_is_tried_and_one_that_is_neither_oldest_nor_newest() -> None:
+    [line] = re.findall(r"^RELEASES \?= (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    oldest, middle = line.split()
+    assert oldest == VERSIONS[0]
+    assert middle in VERSIONS[1:-1]
+    assert " test-releases" in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("failing", "problem"),
+    [
+        ("pip", "pip cannot install it"),
+        ("sys.exit", "another one was imported"),
+        ("builder.load", "its operators cannot be compiled"),
+        ("tests/parity", "tests of parity failed"),
+        ("", ""),
+    ],
+)
+def test_each_failure_is_named_and_ends_with_status_1(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing: str,
+    problem: str,
+) -> None:
+    folders: list[tuple[str, str]] = []
+
+    def call(*words: str, **variables: str) -> int:
+        if variables:
+            folders.append((variables["PYTHONPATH"], variables["TORCH_EXTENSIONS_DIR"]))
+        fails = bool(failing) and "0.18.4" in f"{words} {variables}" and failing in f"{words}"
+        (tmp_path / "0.19.2").mkdir(exist_ok=True)
+        (tmp_path / "0.18.4").mkdir(exist_ok=True)
+        return 3 if fails else 0
+
+    monkeypatch.setattr(script, "call", call)
+    status = script.main(["--folder", str(tmp_path), "0.18.4", "0.19.2"])
+    printed = capsys.readouterr().out
+    assert status == (1 if problem else 0)
+    assert (f"0.18.4: {problem}" in printed) == bool(problem)
+    assert ("passed with 0.18.4, 0.19.2" in printed) == (not problem)
+    # The other release is tried all the same, before the installed one on the path.
+    assert folders[-1][0].startswith(str(tmp_path / "0.19.2"))
+    assert folders[-1][1] == str(tmp_path / "0.19.2" / "operators")
+
+
+def test_a_release_is_installed_once(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def call(*words: str, **_: str) -> int:
+        (tmp_path / "0.19.2").mkdir(exist_ok=True)
+        ran.append(words[1])
+        return 0
+
+    monkeypatch.setattr(script, "call", call)
+    for _ in range(2):
+        assert script.try_release("0.19.2", tmp_path) == ""
+    assert ran.count("pip") == 1
