@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "base/check.hpp"
 
@@ -171,6 +172,15 @@ void FreeSpace::erase(Pieces::iterator piece) {
 bool FreeSpace::merges(Pieces::const_iterator left, Pieces::const_iterator right) const {
   return left->first + left->second.nbytes == right->first &&
          left->second.backed == right->second.backed && !boundaries_.contains(right->first);
+}
+
+TakenRun::TakenRun(std::shared_ptr<FreeSpace> space, std::uint64_t offset, std::uint64_t nbytes)
+    : space_(std::move(space)), offset_(offset), nbytes_(nbytes) {
+  space_->take(offset, nbytes);
+}
+
+void TakenRun::release() {
+  if (const auto space = std::exchange(space_, nullptr)) space->give(offset_, nbytes_);
 }
 
 }  // namespace memascend

@@ -1,5 +1,5 @@
 // FreeSpace: the free bytes of a range, and which of them are backed: by memory in an arena, or by
-// the space of a volume's file.
+// the space of a volume's file. TakenRun: bytes of it that an object owns.
 //
 // Pure bookkeeping on offsets: never touches memory or files, never knows the users of the rest.
 // Not thread-safe: its owner holds a lock.
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <utility>
@@ -77,6 +78,28 @@ class FreeSpace {
   std::set<std::pair<std::uint64_t, std::uint64_t>> backed_by_size_;  // (nbytes, offset)
   std::set<std::uint64_t> boundaries_;
   std::uint64_t backed_bytes_ = 0;
+};
+
+/// A run that was taken, and is given back by `release` or with this object.
+class TakenRun {
+ public:
+  /// Takes bytes that must be free.
+  TakenRun(std::shared_ptr<FreeSpace> space, std::uint64_t offset, std::uint64_t nbytes);
+  ~TakenRun() { release(); }
+  TakenRun(const TakenRun&) = delete;
+  TakenRun& operator=(const TakenRun&) = delete;
+
+  std::uint64_t offset() const noexcept { return offset_; }
+  std::uint64_t nbytes() const noexcept { return nbytes_; }
+  /// Returns whether the run is taken from this space, and not given back.
+  bool is_of(const FreeSpace& space) const noexcept { return space_.get() == &space; }
+  /// Gives the run back; a second call has no effect.
+  void release();
+
+ private:
+  std::shared_ptr<FreeSpace> space_;  // empty after release
+  std::uint64_t offset_;
+  std::uint64_t nbytes_;
 };
 
 }  // namespace memascend

@@ -2,11 +2,13 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 
 #include "base/check.hpp"
+#include "base/free_space.hpp"
 #include "bindings/bindings.hpp"
 #include "memory/allocator.hpp"
 #include "system/owner_process.hpp"
@@ -143,11 +145,65 @@ void bind_allocator(py::module_& module) {
       .def("is_valid", &Allocator::is_valid, WithoutGil());
 }
 
+using Run = std::optional<std::pair<std::uint64_t, std::uint64_t>>;
+
+/// Returns a free run. `besides` is a taken one that counts as free, or null.
+template <typename Find>
+Run find_run(FreeSpace& space, const TakenRun* besides, Find find) {
+  if (besides != nullptr) {
+    MA_EXPECT(besides->is_of(space), "the run was released, or is of another space");
+    space.give(besides->offset(), besides->nbytes());
+  }
+  const std::optional<FreeRun> run = find();
+  if (besides != nullptr) space.take(besides->offset(), besides->nbytes());
+  return run ? Run({run->offset, run->nbytes}) : std::nullopt;
+}
+
+/// Free runs of a tensor's memory. The GIL is their lock: no call lets it go.
+void bind_free_space(py::module_& module) {
+  py::class_<TakenRun>(module, "TakenRun")
+      .def_property_readonly("begin", &TakenRun::offset)
+      .def_property_readonly("nbytes", &TakenRun::nbytes)
+      .def("release", &TakenRun::release);
+  py::class_<FreeSpace, std::shared_ptr<FreeSpace>>(module, "FreeSpace")
+      .def(py::init([](std::uint64_t nbytes) {
+             MA_EXPECT(nbytes > 0, "nbytes must be positive, got ", nbytes);
+             auto space = std::make_shared<FreeSpace>(nbytes);
+             space->mark(0, nbytes, true);
+             return space;
+           }),
+           "nbytes"_a)
+      .def_property_readonly("free_bytes", &FreeSpace::free_bytes)
+      .def(
+          "best",
+          [](FreeSpace& space, std::uint64_t nbytes, const TakenRun* besides) {
+            return find_run(space, besides, [&] { return space.best_backed(nbytes); });
+          },
+          "nbytes"_a, py::kw_only(), "besides"_a = py::none())
+      .def(
+          "largest",
+          [](FreeSpace& space, const TakenRun* besides) {
+            return find_run(space, besides, [&] { return space.largest_backed(); });
+          },
+          py::kw_only(), "besides"_a = py::none())
+      .def(
+          "take",
+          [](const std::shared_ptr<FreeSpace>& space, std::uint64_t begin, std::uint64_t nbytes) {
+            MA_EXPECT(nbytes > 0, "nbytes must be positive, got ", nbytes);
+            const auto free = space->pieces(begin, begin + nbytes, true);
+            MA_EXPECT(free.size() == 1 && free.front().nbytes == nbytes, "bytes ", begin, " to ",
+                      begin + nbytes, " are not all free");
+            return std::make_unique<TakenRun>(space, begin, nbytes);
+          },
+          py::kw_only(), "begin"_a, "nbytes"_a);
+}
+
 }  // namespace
 
 void bind_memory(py::module_& module) {
   bind_structs(module);
   bind_allocator(module);
+  bind_free_space(module);
 }
 
 }  // namespace memascend

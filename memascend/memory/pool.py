@@ -11,11 +11,9 @@ may call, which `guard` checks; any thread may drop leases and holds.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memascend._core import FreeSpace, TakenRun
 from memascend.base.units import MIB, NBYTES_MAX, PAGE_BYTES, page_down, page_up
 from memascend.memory.guard import Guard, guarded
 
@@ -62,7 +60,6 @@ class Pool:
         self._memory = memory
         self._component = component
         self._segments: list[Segment] = []
-        self._returned: deque[_Run] = deque()
 
     @guarded
     def resize(
@@ -77,7 +74,6 @@ class Pool:
             ValueError: A slot is leased.
             HostMemoryError: There is not enough memory.
         """
-        self._collect()
         if not all(segment.idle for segment in self._segments):
             raise ValueError(
                 "cannot resize the parameter slots: some are leased. likely cause: a parameter is "
@@ -97,8 +93,7 @@ class Pool:
     @guarded
     def free_bytes(self) -> int:
         """Bytes of that memory that no slot uses."""
-        self._collect()
-        return sum(end - begin for segment in self._segments for begin, end in segment.free)
+        return sum(segment.space.free_bytes for segment in self._segments)
 
     def slot_bytes(self, nbytes: int) -> int:
         """Return the slot size for a tensor of `nbytes`; 0 if it is too large for a slot."""
@@ -114,7 +109,6 @@ class Pool:
         wanted = self.slot_bytes(nbytes)
         if wanted <= 0:
             return None
-        self._collect()
         lease = self._cut(wanted)
         if lease is None and self.is_bounded and self._add_segment(wanted):
             lease = self._cut(wanted)
@@ -140,36 +134,23 @@ class Pool:
             return True
         return 0 <= slot_bytes - page_up(nbytes) <= max(PAGE_BYTES, WASTE_MAX * slot_bytes)
 
-    def _collect(self) -> None:
-        # A slot may be released at any moment, by any thread: it is queued then, and freed here.
-        while self._returned:
-            run = self._returned[0]
-            run.give_back()
-            if run.segment.idle:  # equal ones are used in turn
-                others = (one for one in self._segments if one is not run.segment)
-                self._segments = [*others, run.segment]
-            self._returned.popleft()  # last: Ctrl-C may come at any line
-
     def _cut(self, nbytes: int) -> Lease | None:
-        with_room = [one for one in self._segments if one.largest_bytes >= nbytes]
-        if not with_room:
+        found = [(segment, segment.space.best(nbytes)) for segment in self._segments]
+        runs = [(run[1], run[0], segment) for segment, run in found if run is not None]
+        if not runs:
             return None
         # The smallest run of all; if it is too large to be used for less, all others are.
-        segment = min(with_room, key=lambda one: one.best(nbytes)[0])
-        run_bytes, index = segment.best(nbytes)
+        run_bytes, begin, segment = min(runs, key=lambda run: run[0])
         if not self.suits(run_bytes, nbytes):
             return None
         slot_bytes = nbytes if self.is_bounded else run_bytes
-        begin, end = segment.free[index]
         # Small slots go to the end of a run, so that they do not split the room of large ones.
         if nbytes < self.slot_bytes_max // 8:
-            begin = end - slot_bytes
-        run = _Run(segment, begin, begin + slot_bytes)
-        use = _Use()
-        returning = weakref.finalize(use, self._returned.append, run)
-        returning.atexit = False
-        run.take(index)  # last: from here on only `use` gives it back, after Ctrl-C too
-        return Lease(segment.memory[run.begin : run.end], use)
+            begin += run_bytes - slot_bytes
+        # Equal segments are used in turn.
+        self._segments = [*(one for one in self._segments if one is not segment), segment]
+        run = segment.space.take(begin=begin, nbytes=slot_bytes)
+        return Lease(segment.memory[begin : begin + slot_bytes], run)
 
     def _add_segment(self, nbytes: int) -> bool:
         """Take memory for a slot of `nbytes`; False if the budget has no room for it."""
@@ -184,7 +165,7 @@ class Pool:
         import torch
 
         memory = self._memory.tensor(nbytes, torch.uint8, component=self._component)
-        self._segments.append(Segment(memory, [(0, nbytes)]))
+        self._segments.append(Segment(memory))
 
     def _make_way(self, nbytes: int) -> int:
         """Free idle segments, smallest first, if that makes room for `nbytes`; return the room."""
@@ -206,10 +187,10 @@ class Lease:
     It ends at `release`, or with its last reference: a lease that Ctrl-C left to no one ends too.
     """
 
-    def __init__(self, slot: torch.Tensor, use: _Use) -> None:
+    def __init__(self, slot: torch.Tensor, run: TakenRun) -> None:
         self.slot = slot
         self.slot_bytes = int(slot.nbytes)
-        self._use: _Use | None = use
+        self._run: TakenRun | None = run  # given back with its last reference
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first `numel` elements of the slot; the tensor keeps the memory mapped."""
@@ -217,97 +198,28 @@ class Lease:
 
     def hold(self) -> object:
         """Return an object that keeps the slot from being reused; a ValueError after `release`."""
-        if self._use is None:
+        if self._run is None:
             raise ValueError(
                 "cannot hold a released lease. likely cause: I/O started after release(); take the "
                 "hold before"
             )
-        return self._use
+        return self._run
 
     def release(self) -> None:
         """Give up the slot; a second call has no effect."""
-        self._use = None
+        self._run = None
         # A released lease that is still referenced must not keep a segment's memory.
         self.slot = self.slot[:0].clone()
 
 
-class _Use:
-    """Shared by a lease and every transfer on its slot; the slot is free when the last is gone."""
-
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(eq=False, slots=True)
 class Segment:
-    """One piece of memory and its free runs (begin, end), sorted."""
+    """One piece of memory and its free runs."""
 
-    memory: torch.Tensor
-    free: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.space = FreeSpace(memory.nbytes)
 
     @property
     def idle(self) -> bool:
         """True if no slot uses the segment."""
-        return self.free == [(0, self.memory.nbytes)]
-
-    @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest free run; 0 if there is none."""
-        return max((end - begin for begin, end in self.free), default=0)
-
-    def best(self, nbytes: int) -> tuple[int, int]:
-        """Return (bytes, index) of the smallest free run of `nbytes` or more; there must be one."""
-        runs = enumerate(self.free)
-        return min((end - begin, i) for i, (begin, end) in runs if end - begin >= nbytes)
-
-    def put(self, begin: int, end: int) -> None:
-        """Free a run and merge it with its neighbours."""
-        self.free = _with(self.free, begin, end)
-
-    def take(self, index: int, nbytes: int, *, from_end: bool) -> int:
-        """Take bytes from one free run; return where they begin."""
-        begin, end = self.free[index]
-        taken = end - nbytes if from_end else begin
-        self.free = _without(self.free, index, taken, taken + nbytes)
-        return taken
-
-
-@dataclass(eq=False, slots=True)
-class _Run:
-    """Bytes [begin, end) of a segment, of one lease."""
-
-    segment: Segment
-    begin: int
-    end: int
-    is_taken: bool = False
-
-    def take(self, index: int) -> None:
-        """Take the run from the segment's free run number `index`."""
-        free = _without(self.segment.free, index, self.begin, self.end)
-        # In one line, at which Ctrl-C does both or neither.
-        self.segment.free, self.is_taken = free, True
-
-    def give_back(self) -> None:
-        """Free the run; no effect if it was not taken, or is free already."""
-        if self.is_taken:
-            free = _with(self.segment.free, self.begin, self.end)
-            self.segment.free, self.is_taken = free, False
-
-
-def _with(free: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return free runs and one more, merged with its neighbours."""
-    runs: list[tuple[int, int]] = []
-    for run in sorted([*free, (begin, end)]):
-        if runs and runs[-1][1] == run[0]:
-            runs[-1] = (runs[-1][0], run[1])
-        else:
-            runs.append(run)
-    return runs
-
-
-def _without(
-    free: list[tuple[int, int]], index: int, begin: int, end: int
-) -> list[tuple[int, int]]:
-    """Return free runs without [begin, end), which lies in run number `index`."""
-    first, last = free[index]
-    rest = [run for run in ((first, begin), (end, last)) if run[0] < run[1]]
-    return [*free[:index], *rest, *free[index + 1 :]]
+        return self.space.free_bytes == self.memory.nbytes

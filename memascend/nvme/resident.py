@@ -28,7 +28,7 @@ from memascend.base.interfaces import HostMemory, TensorIO, TensorRequest, Ticke
 from memascend.base.units import page_up
 from memascend.base.waiting import Ended
 from memascend.memory.pool import Segment
-from memascend.nvme.resident_keys import ResidentKey, take_run
+from memascend.nvme.resident_keys import ResidentKey, find_run
 from memascend.nvme.store import TensorStore
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ResidentStore(TensorIO):
         for stream, count in nbytes.items():
             if count > 0:
                 block = memory.tensor(page_up(count), torch.uint8, component=component)
-                self._blocks[stream] = Segment(block, [(0, block.numel())])
+                self._blocks[stream] = Segment(block)
                 self._bytes_read[stream] = self._bytes_written[stream] = 0
         self._move_in()
 
@@ -118,8 +118,7 @@ class ResidentStore(TensorIO):
         before()
         # Discard first, so that the drive never needs more room than before.
         self.discard(key=key)
-        free = self._blocks[other.stream].free
-        if not any(end - begin >= nbytes for begin, end in free):
+        if self._blocks[other.stream].space.best(nbytes) is None:
             self._move_out(over, other)
         self.reserve(key=key, nbytes=nbytes)
 
@@ -164,21 +163,16 @@ class ResidentStore(TensorIO):
         if block is None or (entry is None and self._store.contains(key=key)):
             self._store.reserve(key=key, nbytes=nbytes)
             return
-        free = list(block.free)
-        try:
-            if entry is not None:
-                block.put(entry.begin, entry.begin + entry.head_bytes)
-            made = self._allot(key, nbytes)
-            if made is None or made.is_on_drive:
-                self._store.reserve(key=key, nbytes=nbytes)
-            elif entry is not None and entry.is_on_drive:
-                self._store.discard(key=key)
-        except BaseException:
-            block.free = free
-            raise
-        self._entries.pop(key, None)
-        if made is not None:
-            self._entries[key] = made
+        place = find_run(block.space, nbytes, None if entry is None else entry.run)
+        # The drive first: if it refuses, nothing has changed.
+        if place is None or place[1] < nbytes:
+            self._store.reserve(key=key, nbytes=nbytes)
+        elif entry is not None and entry.is_on_drive:
+            self._store.discard(key=key)
+        if entry is not None:
+            self._forget(key, entry)
+        if place is not None:
+            self._entries[key] = self._allot(key, nbytes, place)
 
     def start_write(self, request: TensorRequest) -> Ticket:
         """Start a write; the part in memory is copied on return."""
@@ -288,23 +282,25 @@ class ResidentStore(TensorIO):
         stream = self._stream_of(key)
         return None if stream is None else self._blocks.get(stream)
 
-    def _allot(self, key: str, nbytes: int) -> ResidentKey | None:
-        """Allocate memory for a new key or its head; None if its stream has none left."""
-        stream, block = self._stream_of(key), self._block_of(key)
-        run = take_run(block, nbytes) if block is not None and nbytes > 0 else None
-        if stream is None or block is None or run is None:
-            return None
-        begin, end = run
-        return ResidentKey(stream, nbytes, begin, block.memory[begin:end])
+    def _allot(self, key: str, nbytes: int, place: tuple[int, int]) -> ResidentKey:
+        """Take a free place in the block of a key's stream, for the key or its head."""
+        stream, (begin, count) = self._stream_of(key), place
+        assert stream is not None
+        block = self._blocks[stream]
+        run = block.space.take(begin=begin, nbytes=count)
+        return ResidentKey(stream, nbytes, run, block.memory[begin : begin + count])
 
     def _move_in(self) -> None:
         """Read the heads of keys on the drive; keys that fit as a whole leave the drive."""
         moving: list[tuple[str, ResidentKey, Ticket]] = []
         try:
             for key in self._store.keys():  # noqa: SIM118  a store is no dict
-                entry = self._allot(key, self._store.nbytes(key=key))
-                if entry is not None:
-                    moving.append((key, entry, self._store.read(key=key, target=entry.head)))
+                block, nbytes = self._block_of(key), self._store.nbytes(key=key)
+                place = None if block is None else find_run(block.space, nbytes)
+                if place is not None:
+                    entry = self._allot(key, nbytes, place)
+                    ticket = self._store.read(key=key, target=entry.head, hold=entry.run)
+                    moving.append((key, entry, ticket))
             while moving:
                 key, entry, ticket = moving[0]
                 ticket.wait()
@@ -316,7 +312,7 @@ class ResidentStore(TensorIO):
             for _, entry, ticket in moving:
                 with suppress(Exception):  # the first error is raised below
                     ticket.wait()
-                self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
+                entry.run.release()
             raise
 
     def _move_out(self, key: str, entry: ResidentKey) -> None:
@@ -327,4 +323,4 @@ class ResidentStore(TensorIO):
 
     def _forget(self, key: str, entry: ResidentKey) -> None:
         del self._entries[key]
-        self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
+        entry.run.release()

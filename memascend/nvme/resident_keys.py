@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memascend._core import FreeSpace, TakenRun
 from memascend.base.units import PAGE_BYTES, page_down
-from memascend.memory.pool import Segment
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ class ResidentKey:
 
     stream: str  # the stream whose block it is in
     nbytes: int  # size of the key
-    begin: int  # offset of the head in that block
+    run: TakenRun  # the place of the head in that block
     head: torch.Tensor  # the bytes in memory, as uint8
     is_lent: bool = False  # True while the head is read in place, so that it must not be written
 
@@ -58,14 +58,18 @@ class ResidentKey:
         return max(0, min(self.head_bytes - offset, nbytes))
 
 
-def take_run(block: Segment, nbytes: int) -> tuple[int, int] | None:
-    """Take a run for the whole key, else the largest one for its head; None without a free page."""
-    sizes = [(end - begin, index) for index, (begin, end) in enumerate(block.free)]
-    fitting = [size for size in sizes if size[0] >= nbytes]
-    run_bytes, index = min(fitting) if fitting else max(sizes, default=(0, 0))
-    count = nbytes if fitting else page_down(run_bytes)
-    if count == 0:
+def find_run(
+    space: FreeSpace, nbytes: int, besides: TakenRun | None = None
+) -> tuple[int, int] | None:
+    """Return (begin, bytes) of a free run for the whole key, else of the largest for its head.
+
+    None without a free page. `besides` is a run that counts as free.
+    """
+    run, count = space.best(nbytes, besides=besides), nbytes
+    if run is None and (run := space.largest(besides=besides)) is not None:
+        count = page_down(run[1])
+    if run is None or count == 0:
         return None
+    begin, run_bytes = run
     # Odd sizes go to the ends, so that the rest stays aligned for the drive.
-    begin = block.take(index, count, from_end=count % PAGE_BYTES != 0)
-    return begin, begin + count
+    return (begin if count % PAGE_BYTES == 0 else begin + run_bytes - count), count

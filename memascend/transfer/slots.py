@@ -96,7 +96,7 @@ class Slots:
         return (last is not None and last.fits(nbytes)) or self.free_count > 0
 
     def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Cut a tensor from the slot that was leased last, else from the one free longest."""
+        """Cut a tensor from the slot that was leased last, else from the next in turn."""
         nbytes = numel * dtype.itemsize
         slot = self._last()
         if slot is None or not slot.fits(nbytes):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memascend._core import FreeSpace
 from memascend.base.interfaces import HostMemory
 from memascend.base.units import MIB, PAGE_BYTES, page_up
 from memascend.errors import HostMemoryError
@@ -126,6 +127,25 @@ def test_a_view_has_the_shape_asked_for_and_outlives_the_pool(make_one: MakeOne)
     del pool, lease
     gc.collect()
     assert view.fill_(7).tolist() == [7.0] * 3
+
+
+def test_free_runs_refuse_bytes_that_are_taken_and_a_run_that_is_not() -> None:
+    space = FreeSpace(3 * PAGE_BYTES)
+    run = space.take(begin=PAGE_BYTES, nbytes=PAGE_BYTES)
+    for begin, nbytes in ((0, 2 * PAGE_BYTES), (PAGE_BYTES, 1), (0, 0), (2 * PAGE_BYTES, 1 << 40)):
+        with pytest.raises(ValueError, match=r"not all free|must be positive"):
+            space.take(begin=begin, nbytes=nbytes)
+    assert space.best(2 * PAGE_BYTES) is None
+    assert space.best(2 * PAGE_BYTES, besides=run) == (0, 3 * PAGE_BYTES)
+    assert space.free_bytes == 2 * PAGE_BYTES  # it counted as free, and is not
+    run.release()
+    assert space.largest() == (0, 3 * PAGE_BYTES)
+    with pytest.raises(ValueError, match="was released"):
+        space.best(1, besides=run)
+    with pytest.raises(ValueError, match="of another space"):
+        space.largest(besides=FreeSpace(1).take(begin=0, nbytes=1))
+    with pytest.raises(ValueError, match="must be positive"):
+        FreeSpace(0)
 
 
 # -- within a budget -------------------------------------------------------------------------------

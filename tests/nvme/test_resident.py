@@ -328,6 +328,7 @@ def test_a_full_drive_changes_nothing() -> None:
         with pytest.raises(StoreFullError):
             store.write(key="one.b", source=torch.zeros(2 << 20, dtype=torch.uint8))
     assert store.keys() == ["one.a"]
+    assert store.memory_of(key="one.a") == 2 * PAGE_BYTES
     assert torch.equal(content(store, "one.a"), pattern(3 * PAGE_BYTES))
 
 

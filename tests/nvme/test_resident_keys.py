@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memascend._core import FreeSpace
 from memascend.base.units import PAGE_BYTES
-from memascend.memory.pool import Segment
-from memascend.nvme.resident_keys import ResidentKey, take_run
+from memascend.nvme.resident_keys import ResidentKey, find_run
 
 BLOCK = torch.zeros(4 * PAGE_BYTES, dtype=torch.uint8)
 
 
 def key(nbytes: int, *, begin: int = 0, head_bytes: int | None = None) -> ResidentKey:
     count = nbytes if head_bytes is None else head_bytes
-    return ResidentKey("one", nbytes, begin, BLOCK[begin : begin + count])
+    run = FreeSpace(BLOCK.numel()).take(begin=begin, nbytes=count)
+    return ResidentKey("one", nbytes, run, BLOCK[begin : begin + count])
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,23 @@ def test_only_a_key_that_is_whole_and_aligned_holds_elements() -> None:
 
 
 def test_odd_sizes_are_taken_from_the_end_and_pages_from_the_beginning() -> None:
-    block = Segment(BLOCK, [(0, BLOCK.numel())])
-    assert take_run(block, PAGE_BYTES) == (0, PAGE_BYTES)
-    assert take_run(block, 10) == (BLOCK.numel() - 10, BLOCK.numel())
-    # Of what is too large the head, in whole pages.
-    assert take_run(block, BLOCK.numel()) == (PAGE_BYTES, 3 * PAGE_BYTES)
-    assert take_run(block, 2 * PAGE_BYTES) is None
+    space, taken = FreeSpace(BLOCK.numel()), []
+
+    def take(nbytes: int) -> tuple[int, int] | None:
+        found = find_run(space, nbytes)
+        if found is not None:
+            taken.append(space.take(begin=found[0], nbytes=found[1]))
+        return found
+
+    assert take(0) is None
+    assert take(PAGE_BYTES) == (0, PAGE_BYTES)
+    assert take(10) == (BLOCK.numel() - 10, 10)
+    # If the key is too large: its head, in whole pages.
+    assert take(BLOCK.numel()) == (PAGE_BYTES, 2 * PAGE_BYTES)
+    assert take(2 * PAGE_BYTES) is None
+    assert find_run(space, BLOCK.numel(), besides=taken[0]) == (0, PAGE_BYTES)
+    # All that is free behind the first page, and an odd size at its end.
+    assert find_run(space, PAGE_BYTES + 1, besides=taken[-1]) == (
+        3 * PAGE_BYTES - 11,
+        PAGE_BYTES + 1,
+    )

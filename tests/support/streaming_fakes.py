@@ -117,7 +117,6 @@ class CountedPool(Pool):
 
     @property
     def free_count(self) -> int:
-        self._collect()
         return sum(segment.idle for segment in self._segments)
 
     def grow(self, nbytes: int) -> bool:

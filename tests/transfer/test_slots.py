@@ -24,6 +24,9 @@ def test_slots_are_lent_in_turn() -> None:
     slots.free(second)
     slots.free(first)
     assert (len(slots), slots.free_count) == (2, 2)
+    again = slots.cut(4, torch.float32)
+    slots.free(again)
+    assert again.data_ptr() == first.data_ptr()
     assert slots.cut(1, torch.uint8).data_ptr() == second.data_ptr()
 
 

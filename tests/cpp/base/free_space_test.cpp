@@ -4,6 +4,7 @@
 #include "base/free_space.hpp"
 
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <string>
 
@@ -101,10 +102,30 @@ void no_backed_run_extends_over_a_boundary() {
   EXPECT(space.is_valid());
 }
 
+void a_taken_run_is_given_back_once_at_the_latest_with_its_object() {
+  const auto space = std::make_shared<FreeSpace>(8 * kPage);
+  space->mark(0, 8 * kPage, true);
+  {
+    const TakenRun first(space, 0, 2 * kPage);
+    TakenRun second(space, 2 * kPage, kPage);
+    EXPECT(space->is_taken(0, 3 * kPage));
+    second.release();
+    EXPECT(space->free_bytes() == 6 * kPage);
+    EXPECT(first.is_of(*space));
+    EXPECT(!second.is_of(*space));
+    const TakenRun third(space, 2 * kPage, kPage);
+    second.release();
+    EXPECT(space->is_taken(2 * kPage, kPage));
+  }
+  EXPECT(page_count(space->largest_backed()) == 8);
+  EXPECT(space->is_valid());
+}
+
 }  // namespace
 
 int main() {
   agrees_with_a_mark_per_page();
   no_backed_run_extends_over_a_boundary();
+  a_taken_run_is_given_back_once_at_the_latest_with_its_object();
   return 0;
 }
