@@ -18,7 +18,7 @@ Kept = TypeVar("Kept")
 
 
 class Pending(Generic[Kept]):
-    """Pairs of a ticket and an object to keep until it is done, oldest first."""
+    """Pairs of a ticket and an object to keep until it is done, oldest first. A ticket of all."""
 
     def __init__(self, release: Callable[[Kept], object] | None = None) -> None:
         """Start with no entries.
@@ -64,6 +64,10 @@ class Pending(Generic[Kept]):
                 if self._release is not None:
                     self._release(kept)
 
-    def wait_all(self) -> None:
+    def done(self) -> bool:
+        """Return whether all entries are over; releases none."""
+        return all(ticket.done() for ticket, _ in self._entries)
+
+    def wait(self) -> None:
         """Wait for all entries and release them; then raise the first error."""
         wait_all([self.wait_oldest] * len(self._entries))

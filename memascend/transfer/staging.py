@@ -86,7 +86,7 @@ class StagingSlots:
         """
         self.prefetch.drop()
         self.wait_writes()
-        self._copied_out.wait_all()
+        self._copied_out.wait()
         self._slots.recover()
         if taken := len(self._slots) - self._slots.free_count:
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")

@@ -35,8 +35,11 @@ def test_the_oldest_is_waited_for_and_then_all() -> None:
     pending, released = filled(*events)
     pending.wait_oldest()
     assert (released, events[1].passed) == ([0], False)
-    pending.wait_all()
-    assert (released, len(pending)) == ([0, 1, 2], 0)
+    assert not pending.done()
+    events[1].passed = events[2].passed = True
+    assert (pending.done(), released) == (True, [0])  # looking releases nothing
+    pending.wait()
+    assert (released, len(pending), pending.done()) == ([0, 1, 2], 0, True)
 
 
 def test_an_error_is_raised_after_all_are_over_and_released() -> None:
@@ -45,9 +48,9 @@ def test_an_error_is_raised_after_all_are_over_and_released() -> None:
     pending.add(Ended(StoreError(5, "the first")), "first")
     pending.add(Ended(StoreError(5, "the second")), "second")
     with pytest.raises(StoreError, match="the first"):
-        pending.wait_all()
+        pending.wait()
     assert released == ["first", "second"]
-    pending.wait_all()
+    pending.wait()
 
 
 def test_one_whose_wait_ctrl_c_ended_stays(monkeypatch: pytest.MonkeyPatch) -> None:

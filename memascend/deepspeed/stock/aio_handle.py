@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import HostMemory, TensorIO, Ticket
-from memascend.base.waiting import wait_all
+from memascend.base.interfaces import HostMemory, TensorIO
+from memascend.transfer.pending import Pending
 
 
 class AioHandle:
@@ -25,21 +25,21 @@ class AioHandle:
         self._store = store
         self._memory = memory
         self._component = component
-        self._tickets: list[Ticket] = []
+        self._transfers: Pending[torch.Tensor] = Pending()  # the buffers
 
     # -- transfers -------------------------------------------------------------------------------
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         """Start reading a key into `buffer` from byte `file_offset` of the key; return 0."""
         ticket = self._store.read(key=filename, target=buffer, offset_bytes=file_offset)
-        self._tickets.append(ticket)
+        self._transfers.add(ticket, buffer)
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         """Start writing `buffer`: as a whole key, or into the key at `file_offset`; return 0."""
         offset = file_offset if file_offset > 0 else None
         ticket = self._store.write(key=filename, source=buffer, offset_bytes=offset)
-        self._tickets.append(ticket)
+        self._transfers.add(ticket, buffer)
         return 0
 
     def wait(self) -> int:
@@ -48,9 +48,9 @@ class AioHandle:
         Raises:
             StoreError: The first transfer that failed; all others have been waited for too.
         """
-        tickets, self._tickets = self._tickets, []
-        wait_all(ticket.wait for ticket in tickets)
-        return len(tickets)
+        count = len(self._transfers)
+        self._transfers.wait()
+        return count
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class TileMemory:
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        self._retired.wait_all()
+        self._retired.wait()
 
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:
         """Start reading the tile's range of a key into one of its blocks."""

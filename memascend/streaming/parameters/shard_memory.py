@@ -70,7 +70,7 @@ class ShardMemory:
         """Free every slot, once the copies out of it are over, and end every loan."""
         while self._free_oldest():
             pass
-        self._copying.wait_all()
+        self._copying.wait()
         for shard in list(self._copies):
             self._end_loan(shard)
 
@@ -123,7 +123,7 @@ class ShardMemory:
         is_copied_from = oldest in self._copies
         self.drop(oldest)
         if is_copied_from:
-            self._copying.wait_all()
+            self._copying.wait()
         return True
 
     def _wait_for_one(self, nbytes: int) -> bool:

@@ -283,7 +283,7 @@ class ParameterStream:
         Raises:
             StoreError: A write failed; the remaining ones have been waited for.
         """
-        wait_all([self._writes.wait_all, self._chunks.wait_writes])
+        wait_all([self._writes.wait, self._chunks.wait_writes])
 
     # -- letting go ------------------------------------------------------------------------------
 
