@@ -22,7 +22,11 @@ WalkPoint = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """One walk: the ends of its values, and its progress."""
+    """One walk: the ends of its values, and its progress.
+
+    Plain fields instead of a `Future`: `Future.cancel()` enters its lock in Python, and a second
+    Ctrl-C there can leave it locked, so that the walk's thread waits for ever.
+    """
 
     points: Mapping[str, WalkPoint]
     reached: WalkPoint = (0, 0)

@@ -318,7 +318,7 @@ class Upstream:
         """
         if self._stage3.custom_loss_scaler:
             return self.loss_scale
-        scaler = copy.copy(self._stage3.loss_scaler)
+        scaler = copy.deepcopy(self._stage3.loss_scaler)
         scaler.consecutive_hysteresis = False  # else the copy logs its update
         scaler.update_scale(False)
         return float(scaler.cur_scale)

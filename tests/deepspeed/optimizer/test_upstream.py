@@ -41,7 +41,14 @@ def test_what_is_changed_for_a_time_is_put_back(
 def test_the_coming_scale_is_that_of_the_next_step_and_nothing_has_grown() -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    scaler = DynamicLossScaler(
+    class Noting(DynamicLossScaler):  # type: ignore[misc]
+        """One that changes an object of its own."""
+
+        def update_scale(self, overflow: bool) -> None:
+            self.noted.append(self.cur_iter)
+            super().update_scale(overflow)
+
+    scaler = Noting(
         init_scale=4.0,
         scale_window=1,
         min_scale=1.0,
@@ -50,9 +57,10 @@ def test_the_coming_scale_is_that_of_the_next_step_and_nothing_has_grown() -> No
         dtype=torch.float16,
     )
     scaler.cur_iter = 1  # the window of one step is over
+    scaler.noted = []
     stage3 = SimpleNamespace(loss_scaler=scaler, custom_loss_scaler=False, loss_scale=4.0)
     assert Upstream(stage3).coming_loss_scale() == 8.0
-    assert scaler.cur_scale == 4.0
+    assert (scaler.cur_scale, scaler.noted) == (4.0, [])
     stage3.custom_loss_scaler = True
     assert Upstream(stage3).coming_loss_scale() == 4.0
 
