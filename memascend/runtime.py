@@ -216,7 +216,13 @@ class Runtime:
 
     def open_optimizer(self, shape: TileShape) -> OptimizerStream:
         """Build the stream of the optimizer over that of gradients, with memory for its tiles."""
-        tiles = TileMemory(store=self.io, memory=self.memory, shape=shape, new_event=self.new_event)
+        tiles = TileMemory(
+            store=self.io,
+            memory=self.memory,
+            shape=shape,
+            new_event=self.new_event,
+            wait_idle=self._device.wait_idle,
+        )
         self._optimizer = OptimizerStream(
             groups=SubGroups(store=self.io, slots=self.staging, tiles=tiles),
             tiles=tiles,

@@ -336,7 +336,8 @@ def test_a_plan_adopted_again_keeps_keys_and_another_moves_them(tmp_path: Path) 
 
 
 def test_the_streams_of_the_optimizer_are_built_once_and_given_back(tmp_path: Path) -> None:
-    runtime = build(tmp_path)
+    waits: list[str] = []
+    runtime = build(tmp_path, device=Device(wait_idle=lambda: waits.append("idle")))
     assert runtime.arena is not None
     for stream in ("gradients", "optimizer"):
         with pytest.raises(AssertionError, match="is not open"):
@@ -347,6 +348,12 @@ def test_the_streams_of_the_optimizer_are_built_once_and_given_back(tmp_path: Pa
         runtime.gradients.put("7_9", 0, torch.ones(10))
     runtime.optimizer.groups.create("7_9", 10, [])
     assert runtime.arena.core.components()["optimizer tiles"].live_bytes > 0
+    tiles = runtime.optimizer.tiles
+    taken = [tiles.take("7_9", 0, 10) for _ in range(tiles.shape.count)]
+    taken.clear()  # as Ctrl-C does: copies to the device may be in flight
+    assert tiles.has_idle()
+    assert waits == ["idle"]
+    del tiles
     runtime.optimizer.groups.discard()
     runtime.close_optimizer()
     assert runtime.arena.core.components()["optimizer tiles"].live_bytes == 0

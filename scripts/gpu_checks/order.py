@@ -166,7 +166,7 @@ def measure_tiles(folder: Path, broken: bool) -> dict[str, Any]:
         for begin in tiles.begins(expected.numel()):
             tile = tiles.take("1", begin, expected.numel())
             tiles.read(tile, "gradient.1", tile.raw)
-            tile.wait()
+            tile.transfers.wait()
             found = tile.raw.narrow(0, 0, tile.numel)
             intact = intact and bool((found == expected.narrow(0, begin, tile.numel)).all())
             tiles.retire(tile)

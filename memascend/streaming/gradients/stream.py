@@ -167,16 +167,20 @@ class GradientStream:
             if shard.seen is not None
         )
 
-    def start_read(self, group: str, begin: int, raw: torch.Tensor) -> list[Ticket]:
+    def start_read(
+        self, group: str, begin: int, raw: torch.Tensor, hold: object | None = None
+    ) -> list[Ticket]:
         """Start reading a range as it is stored; call `convert` once the tickets are done.
 
-        Call `submit` first. Values of another dtype than `raw` are left to `convert`.
+        Call `submit` first. Values of another dtype than `raw` are left to `convert`. The owner of
+        the memory, `hold`, is kept until the reads are over.
         """
         return [
             self._store.read(
                 key=part.value.key,
                 target=raw.narrow(0, part.begin, part.count),
                 offset_bytes=part.offset_bytes,
+                hold=hold,
             )
             for part in self._seen_in(group, begin, raw.numel())
             if part.value.dtype == raw.dtype

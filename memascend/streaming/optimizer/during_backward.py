@@ -24,12 +24,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memascend.base.interfaces import Event, Ticket
-from memascend.base.waiting import CopyTicket, event_here, wait_all
+from memascend.base.waiting import CopyTicket, event_here
+from memascend.memory.pool import Lease
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.step import Begins
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_group_step import EarlyStep
+from memascend.transfer.pending import Pending
 
 #: Called with a sub-group, the offset of a gradient in it, the first element of a part, the part.
 PutBack = Callable[[str, int, int, torch.Tensor], None]
@@ -115,14 +117,10 @@ class _TileGradient:
 
     name: str
     begin: int
+    lease: Lease
     block: torch.Tensor
-    copies: list[Ticket] = field(default_factory=list)
+    copies: Pending[Ticket] = field(default_factory=Pending)  # into the block
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, begin, elements
-
-    def wait(self) -> None:
-        """Wait until all copies into the block are over."""
-        wait_all([copy.wait for copy in self.copies])
-        self.copies = []
 
     def part(self, begin: int, count: int) -> torch.Tensor:
         """Return `count` elements of the block, from element `begin` of the sub-group on."""
@@ -205,7 +203,8 @@ class TilesDuringBackward:
         event = event_here(self._new_event) if filled else None
         for gradient, numel in filled:
             if event is not None:
-                gradient.copies.append(CopyTicket(event))
+                copy = CopyTicket(event)
+                gradient.copies.add(copy, copy)
             coverage = self._expected.coverage
             if self._is_open and coverage[gradient.name].fill(gradient.begin, numel):
                 self._stream.queue_early(gradient.name, gradient.begin)
@@ -239,7 +238,7 @@ class TilesDuringBackward:
             put_back: Called with each part of a gradient whose tile was not stepped.
         """
         for gradient in self._waiting.values():
-            gradient.wait()
+            gradient.copies.wait()
             for offset, begin, count in gradient.parts:
                 put_back(gradient.name, offset, begin, gradient.part(begin, count))
         self._clear()
@@ -257,12 +256,12 @@ class TilesDuringBackward:
         self._expected = _Expected(())
 
     def _clear(self) -> None:
-        """Give back the blocks of all tiles that were not stepped."""
+        """Release the blocks of all tiles that were not stepped."""
         self._filled = []
         for gradient in [*self._waiting.values()]:
-            gradient.wait()  # if Ctrl-C ends the wait, the next call gives the block back
+            gradient.copies.wait()  # if Ctrl-C ends the wait, the next call releases the block
             del self._waiting[gradient.name, gradient.begin]
-            self._stream.tiles.give_spare(gradient.block)
+            gradient.lease.release()
 
     # -- the caller's thread -----------------------------------------------------------------------
 
@@ -275,24 +274,25 @@ class TilesDuringBackward:
             return None
         gradient = self._waiting.get(tile)
         if gradient is None:
-            block = self._take_block()
-            if block is None:
+            lease = self._acquire_block()
+            if lease is None:
                 self._expected.left.add(tile)
                 return None
-            gradient = self._waiting[tile] = _TileGradient(*tile, block)
+            block = lease.view(tile_numel, self._stream.tiles.shape.gradient_dtype)
+            gradient = self._waiting[tile] = _TileGradient(*tile, lease, block)
             if not self._expected.coverage[name].is_all_missing(tile[1]):
                 block.zero_()
         gradient.parts.append((offset, begin, count))
         self._filled.append((gradient, count))
         return gradient.part(begin, count)
 
-    def _take_block(self) -> torch.Tensor | None:
-        """Return a free block, or wait for a tile being stepped; None when all tiles wait."""
-        block = self._stream.tiles.take_spare()
-        while block is None and self._running:
+    def _acquire_block(self) -> Lease | None:
+        """Lease a free block, or wait for a tile being stepped; None when all tiles wait."""
+        lease = self._stream.tiles.acquire_spare()
+        while lease is None and self._running:
             self._running.popleft().result()
-            block = self._stream.tiles.take_spare()
-        return block
+            lease = self._stream.tiles.acquire_spare()
+        return lease
 
     def _wait_for_thread(self) -> None:
         # Runs after all queued tiles, also those whose future was lost by Ctrl-C.
@@ -322,15 +322,15 @@ class TilesDuringBackward:
             return
         try:
             self._background.use_device()
-            name, begin = self._stream.step_early(self._expected.steps, self._take_gradient)
+            name, begin = self._stream.step_early(self._expected.steps, self._acquire_gradient)
             self._done.setdefault(name, set()).add(begin)
         except Exception as error:  # returned by take_results()
             self._fail(error)
 
-    def _take_gradient(self, name: str, begin: int) -> torch.Tensor:
-        """Remove and return the block of a complete tile."""
-        self._waiting[name, begin].wait()
-        return self._waiting.pop((name, begin)).block
+    def _acquire_gradient(self, name: str, begin: int) -> Lease:
+        """Hand the lease of a complete tile's block over."""
+        self._waiting[name, begin].copies.wait()
+        return self._waiting.pop((name, begin)).lease
 
     def _fail(self, error: Exception) -> None:
         self._is_open = False

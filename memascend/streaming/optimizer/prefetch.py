@@ -62,7 +62,6 @@ class TilePrefetch:
         if due != read or len(read) != len(self._reading):
             self.drop()
             coming = self._in_order(names, early)
-        self._tiles.recover(self._reading)
         for tile in self._reading:
             self._read_gradient(tile)
         self._coming = coming
@@ -74,7 +73,6 @@ class TilePrefetch:
         """
         if self._reading:
             return
-        self._tiles.recover(self._reading)
         for group, begin in self._in_order(names, {}):
             if not self._tiles.has_idle():
                 return
@@ -106,7 +104,7 @@ class TilePrefetch:
         """End the walk after waiting for its reads; their errors are ignored."""
         for tile in self._reading:
             with suppress(StoreError):
-                tile.wait()
+                tile.transfers.wait()
         self.stop()
 
     def is_over(self) -> bool:
@@ -116,18 +114,18 @@ class TilePrefetch:
     @contextmanager
     def next_tile(self) -> Iterator[Tile]:
         """Give the next tile after waiting for its read; start reading those after it."""
-        self._read_next()
+        self._read_next(1)
         tile = self._reading.popleft()
         try:
-            self._read_next()
-            tile.wait()
+            self._read_next(int(self._tiles.has_retired()))
+            tile.transfers.wait()
             yield tile
         finally:
             self._tiles.retire(tile)
 
-    def _read_next(self) -> None:
-        """Start reading the next tiles: while tiles are idle, and at least one if any is left."""
-        while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
+    def _read_next(self, count_min: int) -> None:
+        """Start reading tiles while any is idle; wait for idle ones until `count_min` are read."""
+        while self._tiles.has_idle() or len(self._reading) < count_min:
             following = next(self._coming, None)
             is_early = following is None
             if is_early and self._early_coming:
@@ -164,4 +162,7 @@ class TilePrefetch:
 
     def _read_gradient(self, tile: Tile) -> None:
         raw = tile.raw.narrow(0, 0, tile.numel)
-        tile.tickets += self._gradient_stream.start_read(tile.owner, tile.begin, raw)
+        for ticket in self._gradient_stream.start_read(
+            tile.owner, tile.begin, raw, hold=tile.memory
+        ):
+            tile.add(ticket)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from memascend.memory.pool import Lease
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.prefetch import TilePrefetch
@@ -151,7 +152,7 @@ class OptimizerStream:
             tile = self.tiles.take(name, begin, group.numel)
             try:
                 self.tiles.read(tile, group.key(), tile.master)
-                tile.wait()
+                tile.transfers.wait()
                 self._give_to_members(tile, members, is_cast=False)
             finally:
                 self.tiles.retire(tile)
@@ -174,7 +175,7 @@ class OptimizerStream:
     def step_early(
         self,
         steps: Mapping[str, EarlyStep],
-        take_gradient: Callable[[str, int], torch.Tensor],
+        acquire_gradient: Callable[[str, int], Lease],
     ) -> tuple[str, int]:
         """Step the next expected tile, and write its values beside the old ones.
 
@@ -182,18 +183,20 @@ class OptimizerStream:
 
         Args:
             steps: The steps, by sub-group.
-            take_gradient: Returns the spare block with the gradient of a tile; the tile keeps it.
+            acquire_gradient: Returns the lease of the spare block with the gradient of a tile.
 
         Raises:
             StoreError: The drive failed.
         """
         with self._prefetch.next_tile() as tile:
-            self.tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
             group = self.groups.group(tile.owner)
             step = steps[tile.owner]
             values: dict[str, Any] = {}
             self._point_states(tile, group, values)
-            self._step_fused(tile, step.fused, values, step.factor, early=True)
+            lease = acquire_gradient(tile.owner, tile.begin)
+            gradient = lease.view(tile.numel, tile.raw.dtype)
+            _step_fused(tile, step.fused, values, gradient, step.factor)
+            lease.release()
             self._write_back(tile, group, step.members, is_cast=True, early=True)
             return tile.owner, tile.begin
 
@@ -249,7 +252,9 @@ class OptimizerStream:
             self._point_states(tile, group, values)
         fused = None if makes_states else step.fused
         if fused is not None:
-            self._step_fused(tile, fused, values, step.factor)
+            gradient, factor = self._gradient(tile, step.factor)
+            self._step.note_change()
+            _step_fused(tile, fused, values, gradient, factor)
         else:
             # Data first: torch refuses a gradient whose shape differs.
             step.parameter.data = tile.master.narrow(0, 0, tile.numel)
@@ -260,26 +265,14 @@ class OptimizerStream:
         early = step.name in self._step.early
         self._write_back(tile, group, step.members, is_cast=fused is not None, early=early)
 
-    def _step_fused(
-        self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor, *, early: bool = False
-    ) -> None:
-        """Step a tile in one pass; use the stored gradient directly if it is complete."""
-        gradient = tile.raw.narrow(0, 0, tile.numel)
-        multiplier = as_number(factor)
-        if not early:
-            is_whole = self._gradient_stream.complete(tile.owner, tile.begin, gradient)
-            if multiplier is None or not is_whole:
-                gradient, multiplier = self._convert_gradient(tile, factor), 1.0
-            self._step.note_change()
-        assert multiplier is not None
-        fused(
-            begin=tile.begin,
-            gradient=gradient,
-            factor=multiplier,
-            weight=tile.master.narrow(0, 0, tile.numel),
-            values=values,
-            output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
-        )
+    def _gradient(self, tile: Tile, factor: Factor) -> tuple[torch.Tensor, float]:
+        """Return a tile's gradient and its factor: as stored if it is complete, else converted."""
+        gradient, multiplier = tile.raw.narrow(0, 0, tile.numel), as_number(factor)
+        if multiplier is not None and self._gradient_stream.complete(
+            tile.owner, tile.begin, gradient
+        ):
+            return gradient, multiplier
+        return self._convert_gradient(tile, factor), 1.0
 
     def _convert_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
         """Return a tile's gradient in the step's dtype, multiplied by `factor`."""
@@ -338,3 +331,17 @@ class OptimizerStream:
             offset_bytes = (first - member.offset) * source.element_size()
             key = early_key(member.key) if early else member.key
             self.tiles.write_part(tile, key, source, offset_bytes)
+
+
+def _step_fused(
+    tile: Tile, fused: FusedUpdate, values: State, gradient: torch.Tensor, factor: float
+) -> None:
+    """Step a tile in one pass."""
+    fused(
+        begin=tile.begin,
+        gradient=gradient,
+        factor=factor,
+        weight=tile.master.narrow(0, 0, tile.numel),
+        values=values,
+        output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
+    )

@@ -1,13 +1,13 @@
 """Tiles: the fixed memory of the optimizer step, and the transfers in flight on it.
 
-Knows torch and the store; neither the optimizer nor the source of gradients. One thread at a time
-may call, except where noted.
+A tile owns its memory, and each of its reads and writes keeps it. So a tile that Ctrl-C leaves
+without a reference gives its memory back, as a spare block does. Knows torch and the store; neither
+the optimizer nor the source of gradients. One thread at a time may call, except where noted.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +15,10 @@ import torch
 from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.sizes import casts
-from memascend.base.waiting import CopyTicket, event_here, wait_all
+from memascend.base.waiting import CopyTicket, event_here
+from memascend.memory.pool import Lease, Pool
 from memascend.transfer.pending import Pending
+from memascend.transfer.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +50,26 @@ class TileShape:
 class Tile:
     """Memory of one tile, the range it serves, and the transfers in flight on it."""
 
+    owner: str
+    begin: int
+    numel: int
+    memory: torch.Tensor  # the bytes of the blocks below; owns the slot
     master: torch.Tensor
     raw: torch.Tensor  # gradients in their stored dtype
     cast: torch.Tensor | None  # parameters in their own dtype
     states: list[torch.Tensor]
-    tickets: list[Ticket] = field(default_factory=list)
-    owner: str = ""
-    begin: int = 0
-    numel: int = 0
+    transfers: Pending[Ticket] = field(default_factory=Pending)
 
-    def done(self) -> bool:
-        """Return whether no transfer on it is in flight."""
-        return all(ticket.done() for ticket in self.tickets)
-
-    def wait(self) -> None:
-        """Wait for all transfers in flight on it, then raise the first error."""
-        wait_all([self._finish_oldest] * len(self.tickets))
-
-    def _finish_oldest(self) -> None:
-        ticket = self.tickets[0]
-        try:
-            ticket.wait()
-        finally:
-            if ticket.done():  # else Ctrl-C ended the wait: the drive still uses the memory
-                del self.tickets[0]
+    def add(self, ticket: Ticket) -> None:
+        """Note a transfer in flight on it."""
+        self.transfers.add(ticket, ticket)
 
 
 class TileMemory:
-    """All tiles: idle, taken by the caller, or retired with transfers in flight."""
+    """All tiles: idle, taken by the caller, or retired with transfers in flight.
+
+    A tile's slot has the planned blocks. Blocks for more states stay with the slot.
+    """
 
     def __init__(
         self,
@@ -84,6 +78,7 @@ class TileMemory:
         memory: HostMemory,
         shape: TileShape,
         new_event: Callable[[], Event] | None = None,
+        wait_idle: Callable[[], object] | None = None,
     ) -> None:
         """Take the memory of all tiles now.
 
@@ -92,25 +87,29 @@ class TileMemory:
             memory: Page-locked host memory.
             shape: Contents and number of tiles.
             new_event: Makes an event of the device; None when the device is the CPU.
+            wait_idle: Waits until the device is idle; None when it is the CPU.
         """
         self._store = store
         self._new_event = new_event
         self._memory = memory
         self.shape = shape
-        self.nbytes = 0  # host memory of all tiles
-        has_output = casts(shape.parameter_dtype, shape.master_dtype)
-        self._idle: deque[Tile] = deque(
-            Tile(
-                master=self._block(shape.master_dtype),
-                raw=self._block(shape.gradient_dtype),
-                cast=self._block(shape.parameter_dtype) if has_output else None,
-                states=[self._block(shape.state_dtype) for _ in range(shape.state_count)],
-            )
-            for _ in range(shape.count)
+        self._has_output = casts(shape.parameter_dtype, shape.master_dtype)
+        output = [shape.parameter_dtype] * self._has_output
+        states = [shape.state_dtype] * shape.state_count
+        self._dtypes = [shape.master_dtype, shape.gradient_dtype, *output, *states]
+        self._tile_bytes = sum(map(self._block_bytes, self._dtypes))
+        slots = Slots(memory=memory, component=OPTIMIZER_TILES, wait_idle=wait_idle)
+        slots.resize(slot_bytes=self._tile_bytes, slot_count=shape.count)
+        self._slots = slots
+        self._more_states: dict[int, list[torch.Tensor]] = {}  # by address of the slot
+        # Without `self`: in a reference cycle the memory would wait for the garbage collector.
+        self._retired: Pending[Tile] = Pending(lambda tile: slots.free(tile.memory))
+        spare_bytes = self._block_bytes(shape.gradient_dtype)
+        self._spares = Pool(memory=memory, component=OPTIMIZER_TILES, budget_bytes=0)
+        self._spares.resize(
+            spare_bytes * shape.spare_count, slot_bytes_max=spare_bytes, segment_bytes=spare_bytes
         )
-        self._all = tuple(self._idle)
-        self._retired: Pending[Tile] = Pending(self._idle.append)
-        self._spare = deque(self._block(shape.gradient_dtype) for _ in range(shape.spare_count))
+        self.nbytes = shape.count * self._tile_bytes + self._spares.held_bytes  # of host memory
         self._scratch: torch.Tensor | None = None
         if casts(shape.gradient_dtype, shape.master_dtype):
             self._scratch = self._block(shape.master_dtype, OPTIMIZER_SCRATCH)
@@ -125,16 +124,34 @@ class TileMemory:
         Raises:
             StoreError: One of those writes failed.
         """
-        if not self.has_idle():
-            self._retired.wait_oldest()
-        tile = self._idle.popleft()
-        tile.owner, tile.begin, tile.numel = owner, begin, min(self.shape.numel, numel - begin)
-        return tile
+        while not self.has_idle():
+            if self._retired:
+                self._retired.wait_oldest()
+                continue
+            self._store.wait_all()  # for transfers on tiles that Ctrl-C left without a reference
+            if not self.has_idle():
+                raise AssertionError("every tile is taken and none was retired")
+        memory = self._slots.cut(self._tile_bytes, torch.uint8)
+        parts = memory.split_with_sizes(list(map(self._block_bytes, self._dtypes)))
+        master, raw, *others = (
+            part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)
+        )
+        return Tile(
+            owner=owner,
+            begin=begin,
+            numel=min(self.shape.numel, numel - begin),
+            memory=memory,
+            master=master,
+            raw=raw,
+            cast=others.pop(0) if self._has_output else None,
+            states=others + self._more_states.get(memory.data_ptr(), []),
+        )
 
     def has_idle(self) -> bool:
-        """Return whether `take` would not wait."""
+        """Return whether `take` would not wait for the drive."""
         self._retired.release_done()
-        return bool(self._idle)
+        self._slots.recover()
+        return self._slots.free_count > 0
 
     def has_retired(self) -> bool:
         """Return whether there are retired tiles, so that `take` would only wait for transfers."""
@@ -142,17 +159,7 @@ class TileMemory:
 
     def retire(self, tile: Tile) -> None:
         """Give a tile back; it is idle again when its transfers are over."""
-        self._retired.add(tile, tile)
-
-    def recover(self, held: Collection[Tile]) -> None:
-        """Retire tiles that Ctrl-C left in no list.
-
-        Args:
-            held: Tiles that the caller has taken.
-        """
-        for tile in self._all:
-            if tile not in self._idle and tile not in self._retired and tile not in held:
-                self.retire(tile)
+        self._retired.add(tile.transfers, tile)
 
     def drain(self) -> None:
         """Wait until nothing is in flight on retired tiles.
@@ -166,7 +173,7 @@ class TileMemory:
         """Start reading the tile's range of a key into one of its blocks."""
         part = target.narrow(0, 0, tile.numel)
         offset = tile.begin * target.element_size()
-        tile.tickets.append(self._store.read(key=key, target=part, offset_bytes=offset))
+        tile.add(self._store.read(key=key, target=part, offset_bytes=offset, hold=tile.memory))
 
     def write(self, tile: Tile, key: str, source: torch.Tensor) -> None:
         """Start writing one of the tile's blocks to its range of a key."""
@@ -175,27 +182,30 @@ class TileMemory:
 
     def write_part(self, tile: Tile, key: str, source: torch.Tensor, offset_bytes: int) -> None:
         """Start writing memory of the tile to any key and offset."""
-        ticket = self._store.write(key=key, source=source, offset_bytes=offset_bytes)
-        tile.tickets.append(ticket)
+        tile.add(
+            self._store.write(key=key, source=source, offset_bytes=offset_bytes, hold=tile.memory)
+        )
 
     def copy_part(self, tile: Tile, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start copying memory of the tile to a tensor of any device, in stream order."""
         target.copy_(source, non_blocking=True)
         event = None if target.device.type == "cpu" else event_here(self._new_event)
         if event is not None:
-            tile.tickets.append(CopyTicket(event))
+            tile.add(CopyTicket(event))
 
     def wait_copies(self) -> None:
         """Wait until copies from retired tiles are over, for readers on any stream."""
         for tile in self._retired:
-            for ticket in tile.tickets:
+            for ticket in tile.transfers:
                 if isinstance(ticket, CopyTicket):
                     ticket.wait()
 
     def state(self, tile: Tile, number: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the block of the tile's n-th state as `dtype`, as long as the tile's range."""
         while len(tile.states) <= number:
-            tile.states.append(self._block(self.shape.state_dtype))
+            block = self._block(self.shape.state_dtype)
+            self._more_states.setdefault(tile.memory.data_ptr(), []).append(block)
+            tile.states.append(block)
         block = tile.states[number]
         return (block if block.dtype == dtype else block.view(dtype)).narrow(0, 0, tile.numel)
 
@@ -207,24 +217,16 @@ class TileMemory:
         block = tile.raw if self._scratch is None else self._scratch
         return block.narrow(0, 0, tile.numel)
 
-    # -- gradients that arrive before their tile: any thread may call ------------------------------
+    def acquire_spare(self) -> Lease | None:
+        """Lease a block for gradients that arrive before their tile; None when all are leased.
 
-    def take_spare(self) -> torch.Tensor | None:
-        """Return a spare block for the gradients of a tile; None when all are taken."""
-        try:
-            return self._spare.popleft()
-        except IndexError:
-            return None
-
-    def give_spare(self, block: torch.Tensor) -> None:
-        """Return a spare block."""
-        self._spare.append(block)
-
-    def exchange_gradient(self, tile: Tile, block: torch.Tensor) -> None:
-        """Swap a spare block with the tile's gradient block; the latter becomes a spare."""
-        block, tile.raw = tile.raw, block
-        self.give_spare(block)
+        Beside `take`, another thread may call. Any thread may release the lease.
+        """
+        return self._spares.acquire(self._block_bytes(self.shape.gradient_dtype))
 
     def _block(self, dtype: torch.dtype, component: str = OPTIMIZER_TILES) -> torch.Tensor:
-        self.nbytes += self.shape.numel * dtype.itemsize
+        self.nbytes += self._block_bytes(dtype)
         return self._memory.tensor(self.shape.numel, dtype, component=component)
+
+    def _block_bytes(self, dtype: torch.dtype) -> int:
+        return self.shape.numel * dtype.itemsize

@@ -74,8 +74,12 @@ def test_states_that_begin_anew_are_not_those_of_what_was_read_before() -> None:
     one, other = trained(), trained()
     for optimizer in (one, other):
         optimizer.steps.finish()
-        for block in (block for tile in optimizer.training.tiles._idle for block in tile.states):
-            block.fill_(7.0)  # where states that are not read would be
+        tiles = optimizer.training.tiles
+        taken = [tiles.take("", 0, 1) for _ in range(tiles.shape.count)]
+        for tile in taken:
+            for block in tile.states:
+                block.fill_(7.0)  # where states that are not read would be
+            tiles.retire(tile)
         optimizer.steps.discard_states()
         optimizer.base.state.clear()
     early.backward(one, 1)

@@ -155,12 +155,12 @@ def test_ctrl_c_in_the_wait_for_a_copy_loses_no_block(made: Callable[..., Early]
     early.put_part(0, NAMES[0], *ranges[0])
     early.all_stepped()
     [waiting] = early.early._waiting.values()
-    waiting.copies.append(Ended(KeyboardInterrupt()))  # type: ignore[arg-type]
+    copy = Ended(KeyboardInterrupt())  # type: ignore[arg-type]
+    waiting.copies.add(copy, copy)
     with pytest.raises(KeyboardInterrupt):
         early.early.drop()
-    waiting.copies.clear()
     early.early.drop()
-    assert None not in [early.training.tiles.take_spare() for _ in range(SPARE_COUNT)]
+    assert None not in [early.training.tiles.acquire_spare() for _ in range(SPARE_COUNT)]
 
 
 def test_a_gradient_that_comes_twice_makes_nothing_early(made: Callable[..., Early]) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from memascend.errors import StoreError
+from memascend.nvme.store import MemoryFaults
 from memascend.streaming.optimizer.step import Step
 from tests.support.ctrl_c import each_stride, interruptions
+from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import SIZES, Training, gradients
 
 BF16 = torch.bfloat16
@@ -146,7 +148,7 @@ def lose_reads(made: Training, patch: pytest.MonkeyPatch, *, at_once: bool) -> N
         elif at_once:
             Failing().wait()
         else:
-            tile.tickets.append(Failing())
+            tile.add(Failing())
 
     patch.setattr(made.tiles, "read", fail)
 
@@ -198,10 +200,10 @@ def test_a_walk_that_ctrl_c_ended_as_it_began_is_not_gone_on_with(
     made, calls = training(), itertools.count()
     start_read = made.gradient_stream.start_read
 
-    def interrupt(*arguments: Any) -> Any:
+    def interrupt(*arguments: Any, **keywords: Any) -> Any:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return start_read(*arguments)
+        return start_read(*arguments, **keywords)
 
     interrupted = start(made)
     with monkeypatch.context() as patch:
@@ -211,6 +213,46 @@ def test_a_walk_that_ctrl_c_ended_as_it_began_is_not_gone_on_with(
     keys = reads(made, monkeypatch)
     made.step(gradients(1, BF16), 0.5)
     assert keys.count(f"master.{NAMES[0]}") == len(made.tiles.begins(SIZES[NAMES[0]]))
+
+
+def test_every_transfer_of_a_step_keeps_its_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = training(), list[bool]()
+
+    def note(call: Callable[..., Any], *, key: str, hold: Any = None, **keywords: Any) -> Any:
+        kept.append(hold is not None)
+        return call(key=key, hold=hold, **keywords)
+
+    for name, value in gradients(1, BF16).items():  # through staging slots, which keep themselves
+        made.gradient_stream.put(name, 0, value)
+    made.slots.wait_writes()
+    for name in ("read", "write"):
+        monkeypatch.setattr(made.store, name, functools.partial(note, getattr(made.store, name)))
+    made.step({}, 0.5)
+    assert kept
+    assert all(kept)
+
+
+def test_a_walk_waits_for_its_only_tile_that_ctrl_c_left_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = MemoryFaults()
+    made = training(store=memory_store(faults), tile_count=1)
+    wait_all = made.store.wait_all
+
+    def complete() -> None:
+        faults.paused = False
+        wait_all()
+
+    monkeypatch.setattr(made.store, "wait_all", complete)
+    faults.paused = True
+    tile = made.tiles.take(NAMES[1], 0, SIZES[NAMES[1]])
+    made.tiles.read(tile, made.groups.group(NAMES[1]).key(), tile.master)
+    del tile
+    assert not made.tiles.has_idle()
+    made.stream.start(decided(NAMES, {}))
+    with made.stream._prefetch.next_tile() as tile:
+        assert (tile.owner, tile.begin) == (NAMES[0], 0)
+    made.stream.drain()
 
 
 def prefetch(made: Training) -> Callable[[], None]:

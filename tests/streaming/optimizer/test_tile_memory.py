@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,16 +11,21 @@ import torch
 from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
 from memascend.nvme.store import MemoryFaults
+from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from tests.support.streaming_fakes import FakeStore, FakeTicket
-from tests.support.streaming_hosts import HostTensors, memory_store
+from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 from tests.support.tiled_training import Training, gradients
 
 NUMEL = 4096
 
 
 def tiles_of(
-    store: TensorIO, *, count: int = 2, state_dtype: torch.dtype = torch.float32
+    store: TensorIO,
+    *,
+    count: int = 2,
+    state_dtype: torch.dtype = torch.float32,
+    wait_idle: Callable[[], object] | None = None,
 ) -> TileMemory:
     shape = TileShape(
         numel=NUMEL,
@@ -30,7 +36,7 @@ def tiles_of(
         gradient_dtype=torch.float32,
         parameter_dtype=torch.float32,
     )
-    return TileMemory(store=store, memory=HostTensors(), shape=shape)
+    return TileMemory(store=store, memory=HostTensors(), shape=shape, wait_idle=wait_idle)
 
 
 def test_the_memory_of_the_tiles_is_what_they_say() -> None:
@@ -120,14 +126,75 @@ def test_gradients_that_come_before_their_tile_have_blocks_of_its_own_kind() -> 
     training = Training(torch.optim.Adam, spare_count=2)
     tiles = training.tiles
     assert sum(training.memory.nbytes.values()) == tiles.nbytes
-    first, second = tiles.take_spare(), tiles.take_spare()
-    assert tiles.take_spare() is None
+    first, second = tiles.acquire_spare(), tiles.acquire_spare()
+    assert tiles.acquire_spare() is None
     assert first is not None
     assert second is not None
-    tile = tiles.take("group", 0, 100)
-    raw = tile.raw
-    tiles.exchange_gradient(tile, first)
-    assert tile.raw is first
-    assert tiles.take_spare() is raw
-    tiles.give_spare(second)
-    assert tiles.take_spare() is second
+    assert first.slot_bytes == tiles.take("group", 0, 100).raw.nbytes
+    first.release()
+    first = tiles.acquire_spare()
+    assert first is not None
+    del second  # Ctrl-C left it to no one
+    assert tiles.acquire_spare() is not None
+
+
+# -- after Ctrl-C ----------------------------------------------------------------------------------
+
+
+def lost_in_flight(store: FakeStore, tiles: TileMemory, key: str) -> None:
+    """Drop a tile while it is written."""
+    store.reserve(key=key, nbytes=4 * NUMEL)
+    tile = tiles.take("group", 0, NUMEL)
+    tiles.write(tile, key, tile.master.fill_(7.0))
+
+
+def test_a_tile_that_ctrl_c_left_without_a_reference_is_idle_once_its_write_is_over() -> None:
+    store = FakeStore()
+    tiles = tiles_of(store, count=1)
+    lost_in_flight(store, tiles, "a")
+    assert not tiles.has_idle()
+    tiles.take("group", 0, NUMEL).master.fill_(9.0)  # waits for the store
+    assert torch.equal(store.value("a", torch.float32), torch.full((NUMEL,), 7.0))
+
+
+def test_a_tile_that_ctrl_c_left_without_a_reference_waits_for_copies_of_the_device() -> None:
+    waits: list[str] = []
+    tiles = tiles_of(FakeStore(), count=1, wait_idle=lambda: waits.append("idle"))
+    tiles.retire(tiles.take("group", 0, NUMEL))
+    assert tiles.has_idle()
+    assert waits == []  # the events of a retired tile are known
+    tiles.take("group", 0, NUMEL)
+    assert tiles.has_idle()
+    assert waits == ["idle"]
+
+
+def test_a_read_of_a_gradient_keeps_its_tile() -> None:
+    store = FakeStore()
+    tiles = tiles_of(store, count=1)
+    gradients = GradientStream(store=store, slots=staging_slots(store))
+    gradients.put("group", 0, torch.ones(NUMEL))
+    gradients.submit()
+    tile = tiles.take("group", 0, NUMEL)
+    [ticket] = gradients.start_read("group", 0, tile.raw, hold=tile.memory)
+    del tile
+    assert not tiles.has_idle()
+    ticket.wait()
+    assert tiles.has_idle()
+
+
+def test_blocks_for_more_states_stay_with_the_slot_of_a_lost_tile() -> None:
+    tiles, nbytes = tiles_of(FakeStore(), count=1), []
+    for _ in range(2):
+        tile = tiles.take("group", 0, NUMEL)
+        tiles.state(tile, 1, torch.float32)
+        nbytes.append(tiles.nbytes)
+        del tile
+    assert nbytes[0] == nbytes[1]
+
+
+def test_when_every_tile_is_taken_one_more_is_a_mistake_and_no_endless_wait() -> None:
+    tiles = tiles_of(FakeStore(), count=1)
+    taken = tiles.take("group", 0, NUMEL)
+    with pytest.raises(AssertionError, match="every tile is taken"):
+        tiles.take("group", 0, NUMEL)
+    tiles.retire(taken)
