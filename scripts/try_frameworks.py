@@ -73,6 +73,8 @@ class Framework:
         files: Text of files in the folder of a run, by their names.
         variables: Of the environment.
         beside: What the toy needs besides; not what the recipe needs.
+        alone: What is installed without its own requirements.
+        model: Which one scripts/frameworks/model.py writes.
         environment: The framework in whose environment this one runs; its own if empty.
     """
 
@@ -89,6 +91,8 @@ class Framework:
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
+    model: str = "qwen3"
     environment: str = ""
 
     @property
@@ -193,7 +197,7 @@ def try_framework(framework: Framework, environment: Environment, wheel: Path) -
 
 def install(framework: Framework, environment: Environment, wheel: Path, found: Found) -> None:
     """Installs as a user would, and notes what memascend has changed, which must be nothing."""
-    notes = environment.folder / "moved.json"
+    notes = environment.folder / "problems.json"
     constraint = ("-c", str(environment.folder / "constraints.txt"))
     if not environment.is_ready:
         environment.create()
@@ -202,24 +206,28 @@ def install(framework: Framework, environment: Environment, wheel: Path, found: 
         environment.install(TORCH, "setuptools", "wheel", "ninja")
         build = ("--no-build-isolation", *constraint)
         environment.install(*build, *framework.requirements)
+        if framework.alone:
+            environment.install("--no-deps", *framework.alone)
         before = installed(environment)
         environment.install(*build, str(wheel))
         moved = changes(before, installed(environment))
+        refused = ""
+        try:
+            both = (*framework.requirements, str(wheel))
+            environment.install("--dry-run", "--ignore-installed", *build, *both)
+        except subprocess.CalledProcessError:
+            refused = environment.tail()
         if framework.beside:
             environment.install(*build, *framework.beside)
-        notes.write_text(json.dumps(moved), encoding="utf-8")
+        notes.write_text(json.dumps({"moved": moved, "refused": refused}), encoding="utf-8")
         environment.finish()
     environment.install("--no-deps", "--force-reinstall", str(wheel))
-    found.moved = json.loads(notes.read_text(encoding="utf-8"))
+    noted = json.loads(notes.read_text(encoding="utf-8"))
+    found.moved = noted["moved"]
     found.versions = installed(environment)
     found.problems += [f"memascend has changed {change}" for change in found.moved]
-    try:
-        both = (*framework.requirements, str(wheel))
-        environment.install(
-            "--dry-run", "--ignore-installed", "--no-build-isolation", *constraint, *both
-        )
-    except subprocess.CalledProcessError:
-        found.problems.append(f"not installed in one command with memascend\n{environment.tail()}")
+    if noted["refused"]:
+        found.problems.append(f"not installed in one command with memascend\n{noted['refused']}")
 
 
 def installed(environment: Environment) -> dict[str, str]:
@@ -250,7 +258,7 @@ def try_runs(framework: Framework, environment: Environment, found: Found) -> No
     runs = environment.folder / "runs" / framework.name
     shutil.rmtree(runs, ignore_errors=True)
     runs.mkdir(parents=True)
-    made = environment.python(str(DATA / "model.py"), str(runs / "model"))
+    made = environment.python(str(DATA / "model.py"), str(runs / "model"), framework.model)
     if made.returncode:
         raise ValueError("no model was made")
     outcomes = {}

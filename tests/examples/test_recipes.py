@@ -26,6 +26,7 @@ JSONS = sorted(FOLDER.glob("*.json"))
 KEYS = {
     "axolotl": ("deepspeed",),
     "llama_factory": ("deepspeed",),
+    "llama_factory_vision": ("deepspeed",),
     "ms_swift": ("deepspeed",),
     "trl": None,
     "open_instruct": None,
@@ -94,6 +95,7 @@ def test_accelerate_reads_its_recipe() -> None:
 MAKES_THE_OPTIMIZER = {
     "axolotl": False,
     "llama_factory": False,
+    "llama_factory_vision": False,
     "ms_swift": True,
     "accelerate": True,
 }
@@ -119,15 +121,18 @@ def test_accelerate_keeps_the_betas_of_an_optimizer_that_the_script_makes() -> N
     assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
 
 
-#: Shapes of the models that recipes name; OLMo 2 has those of a Llama, and small norms besides.
+#: Shapes of the models that recipes name. OLMo 2 has those of a Llama, and small norms besides;
+#: Qwen3-VL those of a Qwen3, and an image encoder of 0.6 billion weights that is not trained.
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
 SHAPES = {
-    "Qwen/Qwen3-8B": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-    },
+    "Qwen/Qwen3-8B": QWEN3_8B,
+    "Qwen/Qwen3-VL-8B-Instruct": QWEN3_8B,
     "allenai/OLMo-2-1124-7B": {
         "model_type": "llama",
         "num_hidden_layers": 32,
