@@ -6,12 +6,15 @@ releases take turns, an operator is compiled again when its sources or flags cha
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,14 +35,21 @@ for name in ("CPUAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder"):
 """
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build this checkout's wheel in the folder, once for all environments, and return its path."""
+@functools.cache
+def build_wheel(folder: Path, python: str = sys.executable) -> Path:
+    """Build this checkout's wheel in the folder, for one Python, and return its path.
+
+    Its core is put into the checkout as well, which tests import.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        words = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", made)
-        command = [sys.executable, "-m", "pip", *words, str(ROOT)]
-        subprocess.run(command, check=True, timeout=TIMEOUT_S)
+        command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", made]
+        subprocess.run([*command, str(ROOT)], check=True, timeout=TIMEOUT_S)
         [wheel] = Path(made).iterdir()
+        with zipfile.ZipFile(wheel) as archive:
+            for name in fnmatch.filter(archive.namelist(), "memascend/_core.*.so"):
+                if not (ROOT / name).exists():
+                    archive.extract(name, ROOT)
         return wheel.replace(folder / wheel.name)
 
 
@@ -51,8 +61,9 @@ def digest_of(path: Path) -> str:
 class Environment:
     """A virtual environment, and a log beside it of everything that was run in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder = folder
+        self._python = python
         self.log = folder.with_suffix(folder.suffix + ".log")
 
     @property
@@ -64,7 +75,7 @@ class Environment:
         """Make an empty environment, in place of a half-made one."""
         self.remove()
         self.log.unlink(missing_ok=True)
-        self._call(sys.executable, "-m", "venv", str(self.folder))
+        self._call(self._python, "-m", "venv", str(self.folder))
 
     def finish(self) -> None:
         """Note that everything that belongs into the environment is installed."""

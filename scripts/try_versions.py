@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -54,7 +55,7 @@ AS_STOCK = "as stock"
 
 #: Run in each environment: begins as a training script does, and prints what came of it.
 START = """
-import importlib.metadata, json
+import importlib.metadata, json, platform
 from deepspeed.runtime.config import DeepSpeedConfig
 import transformers.modeling_utils
 from memascend.deepspeed.seams import arm, transformers as transformers_seams
@@ -70,6 +71,7 @@ except UnsupportedDeepSpeedError as error:
     refusal = str(error)
 names = ("deepspeed", "torch", "transformers")
 versions = {name: importlib.metadata.version(name) for name in names}
+versions["python"] = platform.python_version()
 facts = {"refusal": refusal, "knows_weights": transformers_seams.is_armed(), "versions": versions}
 arm.disarm()
 print(json.dumps(facts | {"differing": dict(compare().differing)}))
@@ -81,6 +83,7 @@ class Row:
     """Releases that are tried together, and what is expected of them.
 
     Attributes:
+        python: Its version, of which `python3.x` is looked for on the path; empty: this one.
         is_refused: A run with a block ends at its start, because DeepSpeed's code is not known.
         knows_weights: Pretrained weights are loaded our way; else as transformers does it.
         only_weights: Nothing else is tried: the row is there for transformers' loader.
@@ -89,6 +92,7 @@ class Row:
     deepspeed: str
     torch: str = "2.13.0"
     transformers: str = "5.23.0"
+    python: str = ""
     is_refused: bool = False
     knows_weights: bool = True
     only_weights: bool = False
@@ -96,7 +100,8 @@ class Row:
     @property
     def environment(self) -> str:
         """The name of the environment; DeepSpeed's releases take turns in it."""
-        return f"torch-{self.torch}-transformers-{self.transformers}"
+        python = f"-python-{self.python}" if self.python else ""
+        return f"torch-{self.torch}-transformers-{self.transformers}{python}"
 
     @property
     def name(self) -> str:
@@ -123,7 +128,8 @@ ROWS = (
     *(Row(release) for release in reversed(fingerprints.VERSIONS)),
     Row(REFUSED, is_refused=True),
     Row(NEWEST, torch="2.5.0", transformers="4.51.0"),
-    Row(NEWEST, torch="2.15.0"),
+    Row(NEWEST, torch="2.15.0", transformers="5.24.0"),
+    *(Row(NEWEST, python=version) for version in ("3.10", "3.12", "3.13", "3.14")),
     *(Row(NEWEST, transformers=release, only_weights=True) for release in LOADERS),
 )
 
@@ -157,15 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list or not rows:
         print("\n".join(row.name for row in rows or ROWS))
         return 0 if rows else 1
-    wheel = build_wheel(args.folder)
     results = []
     for name, group in groupby(rows, key=lambda row: row.environment):
-        environment = Environment(args.folder / name)
         try:
-            results += [(row, try_row(row, environment, wheel)) for row in group]
+            results += try_rows(list(group), args.folder / name)
         finally:
             if not args.keep:
-                environment.remove()
+                shutil.rmtree(args.folder / name, ignore_errors=True)
     print(table(results))
     problems = [f"{row.name}: {problem}" for row, found in results for problem in found.problems]
     print("\n".join(["", *problems]) if problems else "\nall as expected")
@@ -175,6 +179,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def chosen(words: Sequence[str]) -> list[Row]:
     """Returns the rows whose names contain one of the words; all without words."""
     return [row for row in ROWS if not words or any(word in row.name for word in words)]
+
+
+def try_rows(rows: Sequence[Row], folder: Path) -> list[tuple[Row, Found]]:
+    """Tries the rows of one environment; none where its Python is missing, which the table says."""
+    python = shutil.which(f"python{rows[0].python}") if rows[0].python else sys.executable
+    if python is None:
+        missing = dict.fromkeys(TRIALS.values(), f"no Python {rows[0].python} here")
+        return [(row, Found({}, 0, missing, [])) for row in rows]
+    environment = Environment(folder, python)
+    wheel = build_wheel(folder.parent, python)
+    return [(row, try_row(row, environment, wheel)) for row in rows]
 
 
 def install(row: Row, environment: Environment, wheel: Path) -> None:
@@ -253,15 +268,17 @@ def read_report(path: Path) -> dict[str, str]:
 
 def table(results: Iterable[tuple[Row, Found]]) -> str:
     """Returns the results as Markdown."""
-    titles = ("DeepSpeed", "torch", "transformers", "at the start", *TRIALS.values())
+    titles = ("DeepSpeed", "torch", "transformers", "Python", "at the start", *TRIALS.values())
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row, found in results:
-        wanted = {"torch": row.torch, "transformers": row.transformers}
+        wanted = {"torch": row.torch, "transformers": row.transformers, "python": row.python}
         names = [found.versions.get(name, version) for name, version in wanted.items()]
         start = "refused" if row.is_refused else "armed"
         if row.is_refused:
             start += f": {found.differing} definitions differ"
-        cells = [row.deepspeed, *names, "fails" if not found.versions else start]
+        if not found.versions:
+            start = "fails" if found.problems else "not run"
+        cells = [row.deepspeed, *names, start]
         lines.append(f"| {' | '.join([*cells, *found.cells.values()])} |")
     return "\n".join(lines)
 
