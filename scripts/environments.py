@@ -24,11 +24,15 @@ TIMEOUT_S = 1800
 LOG_TAIL_LINES = 30
 #: Of DeepSpeed's operators, in an environment.
 SOURCES = "lib/python*/site-packages/deepspeed/ops/csrc"
-#: Compiles those that training needs here, so that no test waits for a compiler. An older release
-#: may lack one.
+#: Builders of those that training needs on a CPU, and of the one for stock DeepSpeed's drives.
+TRAINING = ("CPUAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder")
+DRIVES = "AsyncIOBuilder"
+#: Compiles the operators of the builders that are named, so that no test waits for a compiler. An
+#: older release may lack one.
 COMPILE = """
+import sys
 from deepspeed.accelerator import get_accelerator
-for name in ("CPUAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder"):
+for name in sys.argv[1:]:
     builder = get_accelerator().create_op_builder(name)
     if type(builder).__name__ == name:
         builder.load(verbose=False)
@@ -103,7 +107,7 @@ class Environment:
         """
         with self._times_kept():
             self.install("--no-build-isolation", "--no-deps", f"deepspeed=={release}")
-        self.python("-c", COMPILE)
+        self.python("-c", COMPILE, *TRAINING, DRIVES)
 
     @contextmanager
     def _times_kept(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ def test_operators_are_compiled_again_where_a_release_changes_their_sources(
     monkeypatch.setattr(environment, "install", install)
     monkeypatch.setattr(environment, "python", lambda *words: ran.append(words))
     environment.exchange_deepspeed("0.19.0")
-    assert ran == ["deepspeed==0.19.0", ("-c", script.COMPILE)]
+    assert ran == ["deepspeed==0.19.0", ("-c", script.COMPILE, *script.TRAINING, script.DRIVES)]
     is_newer = {
         path.name: path.stat().st_mtime > COMPILED_S for path in (tmp_path / SOURCES).rglob("*.cpp")
     }
