@@ -19,7 +19,11 @@ from pathlib import Path
 from environments import COMPILE, ROOT, TRAINING
 
 FOLDER = ROOT / ".venv" / "releases"
-TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/parity", "-m", "not full")
+#: Not each section alone, which the newest release has and whose runs need stock's drives: another
+#: operator to compile.
+FILES = tuple(f"tests/parity/test_{name}.py" for name in ("parity", "api_parity", "divisions"))
+WORDS = ("-m", "not full", "-k", "not every_section_alone")
+TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *WORDS, *FILES)
 CHECK = "import sys, deepspeed; sys.exit(deepspeed.__version__ != sys.argv[1])"
 
 

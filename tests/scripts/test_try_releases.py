@@ -27,6 +27,11 @@ def test_the_oldest_release_is_tried_and_one_that_is_neither_oldest_nor_newest()
     assert " test-releases" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
+def test_the_files_of_its_tests_are_there(script: ModuleType) -> None:
+    assert all((ROOT / name).exists() for name in script.FILES)
+    assert "def test_every_section_alone" in (ROOT / script.FILES[0]).read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("failing", "problem"),
     [
