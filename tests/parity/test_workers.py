@@ -115,3 +115,14 @@ def test_a_rank_multiplies_as_torch_does(dtype: str) -> None:
     found = matrix_product_and_bias(bias, one, other, **factors)
     assert found.dtype == one.dtype
     torch.testing.assert_close(found, torch.addmm(bias, one, other, **factors))
+
+
+def test_only_settings_that_an_older_release_lacks_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = "memascend.errors.ConfigError: a step needs DeepSpeed 0.19.8 or later, and DeepSpeed"
+    workers.skip_what_the_release_lacks(refused)  # the newest lacks nothing: a failure
+    monkeypatch.setattr(workers, "is_able", lambda ability: False)
+    workers.skip_what_the_release_lacks("memascend.errors.ConfigError: another value")
+    with pytest.raises(pytest.skip.Exception, match="a step needs DeepSpeed"):
+        workers.skip_what_the_release_lacks(refused)

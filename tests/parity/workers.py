@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
+import pytest
 
+from memascend.config.installed import ABILITIES, installed_version, is_able
 from tests.support import quick_start
 from tests.support.ports import free_port
 
@@ -250,7 +253,11 @@ class Bench:
         if subject.resume_at or subject.save_at:
             folder = str(nvme_path / "checkpoints")
             subject = dataclasses.replace(subject, checkpoint_folder=folder)
-        facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s, **options)
+        try:
+            facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s, **options)
+        except CaseFailed as error:
+            skip_what_the_release_lacks(str(error))
+            raise
         shutil.rmtree(nvme_path, ignore_errors=True)
         if backend == "oracle":
             self._oracles[case.oracle()] = facts
@@ -265,6 +272,13 @@ class Bench:
     def stop(self) -> None:
         for group in self._groups.values():
             group.stop()
+
+
+def skip_what_the_release_lacks(error: str) -> None:
+    """Skip a test whose settings were refused by name, with a release that lacks an ability."""
+    refusal = re.search(r"ConfigError: (.* needs DeepSpeed \S+ or later), and", error)
+    if refusal and not all(map(is_able, ABILITIES)):
+        pytest.skip(f"with DeepSpeed {installed_version()}: {refusal[1]}")
 
 
 def differences(subject: list[Facts], oracle: list[Facts]) -> list[str]:
