@@ -103,6 +103,7 @@ class Tiled:
             store=store,
             background=BackgroundStep(),
             new_event=None,
+            _device=SimpleNamespace(wait_idle=None),
             lock=threading.RLock(),
             gradients=self.gradient_stream,
             optimizer=self.stream,
