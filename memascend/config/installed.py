@@ -1,4 +1,6 @@
-"""Abilities of the installed DeepSpeed that a configuration may need; DeepSpeed is not imported.
+"""Abilities of the installed DeepSpeed that a run may need, and their refusal by name.
+
+DeepSpeed is not imported.
 
 An ability is known by a name in DeepSpeed's files, not by the version: a patched release has the
 abilities of its code. Without DeepSpeed on this machine nothing is refused.
@@ -11,6 +13,8 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+
+from memascend.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,37 @@ def is_able(ability: Ability) -> bool:
     """Return whether the installed DeepSpeed has an ability; True without DeepSpeed."""
     folder = _folder()
     return folder is None or _has(folder / ability.file, ability.sign)
+
+
+def require_whole_steps(reason: str) -> None:
+    """Refuse steps in whole sub-groups on a drive if the installed DeepSpeed cannot make them.
+
+    Args:
+        reason: Why they are necessary.
+
+    Raises:
+        ConfigError: The installed release cannot.
+    """
+    require(WHOLE_STEPS, f"a step in DeepSpeed's own buffers, since {reason},")
+
+
+def require(ability: Ability, what: str, remedy: str = "change that") -> None:
+    """Refuse a setting if the installed DeepSpeed lacks an ability.
+
+    Args:
+        ability: The ability that the setting needs.
+        what: The setting.
+        remedy: What helps besides another release.
+
+    Raises:
+        ConfigError: The installed release lacks it.
+    """
+    if not is_able(ability):
+        raise ConfigError(
+            f"{what} needs DeepSpeed {ability.since} or later, and DeepSpeed "
+            f"{installed_version()} is installed, which lacks {ability.what}. Run: pip install "
+            f"'deepspeed>={ability.since},<0.20', or {remedy}"
+        )
 
 
 def installed_version() -> str:

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
-from memascend.config.installed import (
-    CHECKPOINT_INPUTS,
-    MUON,
-    WHOLE_STEPS,
-    Ability,
-    installed_version,
-    is_able,
-)
-from memascend.errors import ConfigError
+from memascend.config.installed import CHECKPOINT_INPUTS, MUON, require, require_whole_steps
 from memascend.plan.request import sections_off, why_whole_steps
 
 
@@ -40,35 +32,4 @@ def check_release(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
             CHECKPOINT_INPUTS,
             "activation_checkpointing.cpu_checkpointing with memascend.activations",
             "leave cpu_checkpointing out: activations go to the drive without it",
-        )
-
-
-def require_whole_steps(reason: str) -> None:
-    """Refuse steps in whole sub-groups on a drive if the installed DeepSpeed cannot make them.
-
-    Args:
-        reason: Why they are necessary.
-
-    Raises:
-        ConfigError: The installed release cannot.
-    """
-    require(WHOLE_STEPS, f"a step in DeepSpeed's own buffers, since {reason},")
-
-
-def require(ability: Ability, what: str, remedy: str = "change that") -> None:
-    """Refuse a setting if the installed DeepSpeed lacks an ability.
-
-    Args:
-        ability: The ability that the setting needs.
-        what: The setting.
-        remedy: What helps besides another release.
-
-    Raises:
-        ConfigError: The installed release lacks it.
-    """
-    if not is_able(ability):
-        raise ConfigError(
-            f"{what} needs DeepSpeed {ability.since} or later, and DeepSpeed "
-            f"{installed_version()} is installed, which lacks {ability.what}. Run: pip install "
-            f"'deepspeed>={ability.since},<0.20', or {remedy}"
         )

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from memascend.config import installed
 from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.config.installed import CHECKPOINT_INPUTS, MUON, WHOLE_STEPS, Ability
 from memascend.errors import ConfigError
-from memascend.plan import release
 from memascend.plan.release import check_release
 
 NVME = {"device": "nvme", "nvme_path": "/mnt"}
@@ -50,10 +50,10 @@ def test_a_setting_that_the_release_cannot_serve_is_refused(
     words: str,
 ) -> None:
     arguments = parse_block(block), parse_deepspeed(settings)
-    monkeypatch.setattr(release, "is_able", lambda ability: True)
+    monkeypatch.setattr(installed, "is_able", lambda ability: True)
     check_release(*arguments)
-    monkeypatch.setattr(release, "is_able", lambda ability: ability is not lacking)
-    monkeypatch.setattr(release, "installed_version", lambda: "0.18.7")
+    monkeypatch.setattr(installed, "is_able", lambda ability: ability is not lacking)
+    monkeypatch.setattr(installed, "installed_version", lambda: "0.18.7")
     with pytest.raises(ConfigError) as refused:
         check_release(*arguments)
     for part in (
@@ -78,5 +78,5 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_the_rest_is_served_by_the_oldest_release(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], block: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(release, "is_able", lambda ability: False)
+    monkeypatch.setattr(installed, "is_able", lambda ability: False)
     check_release(parse_block(block), parse_deepspeed(settings))

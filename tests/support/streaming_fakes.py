@@ -31,6 +31,8 @@ class FakeTicket:
         return self._held is None
 
     def wait(self) -> None:
+        if self._store.interrupts:
+            raise KeyboardInterrupt
         self.finish()
         if self._fails:
             raise StoreError(5, f"{self.kind} of {self.key} failed")
@@ -64,6 +66,7 @@ class FakeStore(TensorIO):
         self.content: dict[str, torch.Tensor] = {}
         self.failing: set[tuple[str, str]] = set()
         self.tickets: list[FakeTicket] = []
+        self.interrupts = False  # Ctrl-C comes in each wait for a transfer
         self.in_flight_peak = 0
 
     def value(self, key: str, dtype: torch.dtype) -> torch.Tensor:

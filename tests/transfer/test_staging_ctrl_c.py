@@ -15,7 +15,6 @@ from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.staging_slots import SLOT_BYTES, SLOT_COUNT, make_staging
 from tests.support.streaming_fakes import (
     FakeStore,
-    FakeTicket,
     LateDevice,
     LateTensor,
 )
@@ -116,17 +115,11 @@ def test_after_ctrl_c_at_any_line_all_slots_serve_again(
             assert interrupt_each_line(work_on, stride) > 300 // stride
 
 
-def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive() -> None:
     store = FakeStore()
     staging = make_staging(store)
     store.content["a"] = torch.arange(16.0).view(torch.uint8)
-
-    def interrupt(ticket: FakeTicket) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FakeTicket, "wait", interrupt)
+    store.interrupts = True
     with suppress(KeyboardInterrupt):  # pytest.raises would keep the frames, and they the slot
         next(staging.read_each([("a", 0, 16, torch.float32)]))
     others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]

@@ -15,12 +15,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
-from memascend.config.installed import MUON
+from memascend.config.installed import MUON, require, require_whole_steps
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import keeps_bf16, refusal_of_bf16, refusal_of_masters
-from memascend.plan.release import require, require_whole_steps
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from memascend.config.installed import INNER_PASSES
+from memascend.config.installed import INNER_PASSES, require
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import IncompleteGradientError
-from memascend.plan.release import require
 
 _NO_GRAPH = -1
 

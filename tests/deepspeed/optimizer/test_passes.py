@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from memascend.config import installed
 from memascend.config.installed import INNER_PASSES
 from memascend.deepspeed.optimizer.passes import BackwardPasses, PassHooks, wrap_backward
 from memascend.errors import ConfigError, IncompleteGradientError
-from memascend.plan import release
 
 
 class UserError(Exception):
@@ -146,7 +146,7 @@ def test_a_pass_inside_one_of_the_same_engine_is_refused() -> None:
 def test_an_inner_call_is_refused_where_deepspeed_cannot_count_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(release, "is_able", lambda ability: ability is not INNER_PASSES)
+    monkeypatch.setattr(installed, "is_able", lambda ability: ability is not INNER_PASSES)
     hooks = PassHooks(SimpleNamespace(), restart=fail)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"own backward pass .* 0\.18\.5 or later"):
         run_pass(hooks.passes, lambda: hooks.begin_forward(fail, fail))

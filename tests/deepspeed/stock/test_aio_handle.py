@@ -12,7 +12,7 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
-from tests.support.streaming_fakes import FakeStore, FakeTicket
+from tests.support.streaming_fakes import FakeStore
 
 NUMEL = 3000
 
@@ -109,20 +109,16 @@ def test_the_first_error_is_raised_after_everything_was_waited_for(
 
 
 def test_a_transfer_whose_wait_ctrl_c_ended_is_waited_for_by_the_next(
-    memory: HostAllocator, monkeypatch: pytest.MonkeyPatch
+    memory: HostAllocator,
 ) -> None:
     store = FakeStore()
     handle = AioHandle(store=store, memory=memory, component="x")
     store.reserve(key="a", nbytes=4)
     handle.async_pread(torch.empty(1), "a")
-
-    def interrupt(ticket: FakeTicket) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeTicket, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            handle.wait()
+    store.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    store.interrupts = False
     assert handle.wait() == 1
     assert all(ticket.finished for ticket in store.tickets)
 

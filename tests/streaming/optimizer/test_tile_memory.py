@@ -13,7 +13,7 @@ from memascend.errors import StoreError
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
-from tests.support.streaming_fakes import FakeStore, FakeTicket
+from tests.support.streaming_fakes import FakeStore
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 from tests.support.tiled_training import Training, gradients
 
@@ -98,9 +98,7 @@ def test_room_for_more_states_is_made_when_they_appear() -> None:
     assert tiles.nbytes == before + 2 * 4 * NUMEL
 
 
-def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_over() -> None:
     store = FakeStore()
     tiles = tiles_of(store, count=1)
     tile = tiles.take("group", 0, NUMEL)
@@ -108,14 +106,10 @@ def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_ove
         store.reserve(key=key, nbytes=4 * NUMEL)
         tiles.write(tile, key, tile.master.fill_(7.0))
     tiles.retire(tile)
-
-    def interrupted(ticket: FakeTicket) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeTicket, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            tiles.drain()
+    store.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        tiles.drain()
+    store.interrupts = False
     assert not tiles.has_idle()
     tiles.take("group", 0, NUMEL).master.fill_(9.0)
     for key in "ab":
