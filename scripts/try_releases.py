@@ -20,9 +20,10 @@ from environments import COMPILE, ROOT, TRAINING
 
 FOLDER = ROOT / ".venv" / "releases"
 #: Not each section alone, which the newest release has and whose runs need stock's drives: another
-#: operator to compile.
+#: operator to compile. Nor cases that end in an error without memascend as well: stock's drives on
+#: a CPU (0.18.4), and steps taken by the script (`managed_gradient_accumulation`, since 0.19.5).
 FILES = tuple(f"tests/parity/test_{name}.py" for name in ("parity", "api_parity", "divisions"))
-WORDS = ("-m", "not full", "-k", "not every_section_alone")
+WORDS = ("-m", "not full", "-k", "not every_section_alone and not saver and not stepped")
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *WORDS, *FILES)
 CHECK = "import sys, deepspeed; sys.exit(deepspeed.__version__ != sys.argv[1])"
 
