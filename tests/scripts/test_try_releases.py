@@ -24,6 +24,8 @@ def test_the_oldest_release_is_tried_and_one_that_is_neither_oldest_nor_newest()
     oldest, middle = line.split()
     assert oldest == VERSIONS[0]
     assert middle in VERSIONS[1:-1]
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    assert "run: make test-releases" in workflow.read_text("utf-8")
 
 
 def test_the_files_of_its_tests_are_there(script: ModuleType) -> None:
