@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout ready for `make demo` and `make test`: system packages, torch,
 # DeepSpeed, this package, and DeepSpeed's operators compiled. Quick when there is nothing to do.
+# With the argument "compiler" the system packages alone.
 #
 # Variables: PYTHON (default python3), TORCH_SPEC (what to install as torch, default below;
 # for a machine without CUDA add "--index-url https://download.pytorch.org/whl/cpu" to PIP_ARGS if
@@ -56,8 +57,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     exit 1
   fi
   say "installing system packages: ${missing[*]}"
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}"
+  # Another target of make may be at it: its lock is waited for.
+  apt-get update -qq -o DPkg::Lock::Timeout=300
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o DPkg::Lock::Timeout=300 "${missing[@]}"
 }
 
 # shellcheck disable=SC2086  # PIP_ARGS is a list of words
@@ -117,6 +119,10 @@ compile_operators() {
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/$VENV/torch_extensions}"
 nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
 
+if [ "${1:-}" = compiler ]; then
+  install_system_packages
+  exit
+fi
 # A link to an environment shared between checkouts is its owner's to keep.
 if [ ! -L "$VENV" ]; then
   refuse_spaces
