@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     _no_gather_coalesced,
@@ -77,7 +78,8 @@ def _refuse_for_stock(param: Parameter) -> None:
     stock = param.nvme_swapper
     if not hasattr(stock, "memascend_attachment") or param.dtype == stock.dtype:
         return
-    if stock.swappable_tensor(numel=-(-param.ds_numel // param.ds_zero_partition_world_size)):
+    world = dist.get_world_size(group=param.ds_process_group)
+    if stock.swappable_tensor(numel=-(-param.ds_numel // world)):
         raise ConfigError(
             "memascend.buffer_pool is off, and DeepSpeed's own swapper keeps every parameter on "
             f"the drive in {stock.dtype}: one of {param.ds_numel} elements is {param.dtype}, and "

@@ -118,7 +118,6 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.zero.partition_parameters.Init.ds_status": "0.18.4 5d6798d5f855e2c6",
     "deepspeed.runtime.zero.partition_parameters.Init.ds_tensor": "0.18.4 b965ccc18c37221f",
     "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank": "0.18.4 missing 0.19.3 a766a8cda52335a8",
-    "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_world_size": "0.18.4 missing 0.19.3 362c4e1affbce032",
     "deepspeed.runtime.zero.partition_parameters.Init.param_swapper": "0.18.4 03bb6ef55da96471",
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": "0.18.4 d7aa047a2710c033 0.19.6 1d52aef714a7864f",
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": "0.18.4 48a870205a7c9bb0 0.19.6 53edbe7e54c11c05 0.19.7 db72b5e887e0dac3",

@@ -228,7 +228,7 @@ ENGINE_ATTRIBUTES = (
 CONFIG_ATTRIBUTES = ("_param_dict",)
 PARAMETER_ATTRIBUTES = (
     *("ds_id", "ds_numel", "ds_status", "ds_tensor"),
-    *("ds_process_group", "ds_zero_partition_rank", "ds_zero_partition_world_size"),
+    *("ds_process_group", "ds_zero_partition_rank"),
 )
 
 #: Definitions that our code overrides, calls or reads, or whose behaviour it relies on.

@@ -122,14 +122,18 @@ def test_a_rank_that_is_alone_gathers_without_a_collective() -> None:
     [(torch.uint8, 64, True), (torch.uint8, 62, False), (torch.bfloat16, 64, False)],
 )
 def test_stocks_swapper_gets_no_dtype_but_the_models(
-    dtype: torch.dtype, numel: int, is_refused: bool
+    dtype: torch.dtype, numel: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It casts what it stores: whole numbers above 256 would change in bf16."""
+    """It casts what it stores: whole numbers above 256 would change in bf16.
+
+    A parameter says how many ranks share it since 0.19.3 alone; which they are it always says.
+    """
+    monkeypatch.setattr(gather_module.dist, "get_world_size", lambda group: len(group))
     stock = SimpleNamespace(
         memascend_attachment=None, dtype=torch.bfloat16, swappable_tensor=lambda numel: numel >= 32
     )
     param = SimpleNamespace(
-        dtype=dtype, ds_numel=numel, ds_zero_partition_world_size=2, nvme_swapper=stock
+        dtype=dtype, ds_numel=numel, ds_process_group=("ranks", "of two"), nvme_swapper=stock
     )
     wrapped = wrap_convert(lambda init, param: None)
     if not is_refused:
