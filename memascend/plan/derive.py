@@ -8,7 +8,7 @@ With a limit, the largest sizes that fit are chosen; knobs.py defines the order 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -20,7 +20,13 @@ from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import Footprint
-from memascend.plan.knobs import Knobs, LimitTooSmallError, choose_knobs, spare_count
+from memascend.plan.knobs import (
+    Knobs,
+    LimitTooSmallError,
+    choose_knobs,
+    spare_count,
+    sub_group_numels,
+)
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -28,6 +34,12 @@ __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive
 
 #: Without a stated limit, take at most this share of the free memory.
 DEFAULT_SHARE = 0.5
+#: Orders in which streams may get memory under a limit: the one that moves least is taken.
+_ORDERS = (
+    (GRADIENTS, PARAMETERS, MASTER, STATE),  # sums of several micro-steps
+    (PARAMETERS, GRADIENTS, MASTER, STATE),
+    (PARAMETERS, MASTER, STATE, GRADIENTS),  # gradients of early tiles never reach the drive
+)
 #: On the drive with verification: the most bytes that rounding keys up adds.
 ROUNDING = "rounding up to whole grains"
 #: On the drive if the step begins during backward: a second copy of the values that it changes.
@@ -54,6 +66,7 @@ class Plan(Footprint):
     prefetch_bytes: int  # the part of that budget that read-ahead may fill
     slot_bytes_max: int  # larger shards pass through the staging slots in chunks
     backward_parameters_bytes: int  # bytes of parameters that a backward pass reads
+    early_numel: int  # elements of the sub-groups that may be stepped during backward
     resident: Mapping[str, int] = field(default_factory=dict)  # bytes in memory, by stream
     #: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     not_ours: Mapping[str, int] = field(default_factory=dict)
@@ -98,7 +111,10 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     resident: dict[str, int] = {}
     # If a knob had to shrink, less than one step of a knob is left: no cache.
     if rest_bytes is not None and knobs == choose_knobs(shapes, request, None):
-        resident = _resident(totals, request, page_down(rest_bytes - sum(host.values())))
+        room_bytes = page_down(rest_bytes - sum(host.values()))
+        orders = _ORDERS if request.gradient_accumulation_steps > 1 else _ORDERS[1:]
+        choices = [_resident(totals, order, room_bytes) for order in orders]
+        resident = min(choices, key=lambda one: _moved(shapes, request, totals, one, knobs))
     host[RESIDENT_CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
     if in_cpu_bytes:
         host[PARAMETERS_IN_CPU] = in_cpu_bytes
@@ -158,16 +174,44 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
     }
 
 
-def _resident(totals: Mapping[str, int], request: PlanRequest, room_bytes: int) -> dict[str, int]:
-    """Divide memory among streams, first to the one that saves the most traffic per byte."""
-    order = [PARAMETERS, GRADIENTS, MASTER, STATE]
-    if request.gradient_accumulation_steps > 1 and not request.window.appends:
-        order = [GRADIENTS, PARAMETERS, MASTER, STATE]
+def _resident(totals: Mapping[str, int], order: Sequence[str], room_bytes: int) -> dict[str, int]:
+    """Divide memory among streams in this order."""
     resident = {}
     for stream in order:
         resident[stream] = min(totals[stream], room_bytes)
         room_bytes -= min(page_up(totals[stream]), room_bytes)
     return resident
+
+
+def _moved(
+    shapes: ModelShapes,
+    request: PlanRequest,
+    totals: Mapping[str, int],
+    resident: Mapping[str, int],
+    knobs: Knobs,
+) -> int:
+    """Return the bytes that a step reads and writes."""
+    traffic = _traffic(shapes, request, totals, resident, knobs)
+    moved: Sequence[Mapping[str, int]] = (traffic["read_bytes"], traffic["written_bytes"])
+    return sum(sum(one.values()) for one in moved)
+
+
+def _early_numel(shapes: ModelShapes, request: PlanRequest, resident: Mapping[str, int]) -> int:
+    """Return the elements of sub-groups that may be stepped during backward.
+
+    Such a sub-group has no master weight or state in memory, which the first sub-groups get.
+    """
+    if not request.during_backward:
+        return 0
+    kept_numel = max(
+        resident.get(MASTER, 0) / request.master_itemsize,
+        resident.get(STATE, 0) / max(1, request.states_bytes),
+    )
+    begin, early_numel = 0, 0
+    for numel in sub_group_numels(shapes, request):
+        early_numel += numel if begin >= kept_numel else 0
+        begin += numel
+    return early_numel
 
 
 def _traffic(
@@ -199,20 +243,20 @@ def _traffic(
         GRADIENTS: window.written_bytes * stored_numel + given_way_bytes,
     }
     on_drive = drive | {GRADIENTS: window.drive_bytes * stored_numel + given_way_bytes}
-    if request.during_backward:
-        # Only sub-groups without master weights in memory are stepped early; the resident part is
-        # the first one.
-        part = Fraction(drive[MASTER], max(1, totals[MASTER]))
+    early_numel = _early_numel(shapes, request, resident)
+    if early_numel:
         parameters = learning * request.param_itemsize
-        on_drive[SECOND_VALUES] = int(part * (parameters + totals[MASTER] + totals[STATE]))
+        early = Fraction(early_numel, learning)
+        on_drive[SECOND_VALUES] = int(early * (parameters + totals[MASTER] + totals[STATE]))
         # Resident parameters read their new values from the drive if a tile of their sub-group was
         # stepped early: at most all of them.
         kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
-        read[SECOND_VALUES] = written[SECOND_VALUES] = int(part * kept_bytes)
+        read[SECOND_VALUES] = written[SECOND_VALUES] = int(early * kept_bytes)
         # Sums of gradients go to their tiles instead of the drive, except tiles that are left to
-        # the next forward pass. Gradients on the drive have their master weights there, too.
-        left_numel = stored_numel // LEFT_ONE_OF if request.overlaps else 0
-        sums_bytes = window.sum_itemsize * (stored_numel - left_numel)
+        # the next forward pass, and sub-groups that are not stepped early.
+        bypassing_numel = min(stored_numel, early_numel)
+        left_numel = bypassing_numel // LEFT_ONE_OF if request.overlaps else 0
+        sums_bytes = window.sum_itemsize * (bypassing_numel - left_numel)
         read[GRADIENTS] -= sums_bytes
         written[GRADIENTS] -= sums_bytes
     if request.verify != "off":
@@ -224,6 +268,7 @@ def _traffic(
         "passes_read_bytes": read[PARAMETERS] + passes_gradients,
         "passes_written_bytes": written[GRADIENTS],
         "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
+        "early_numel": early_numel,
     }
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memascend.base.components import (
@@ -167,7 +167,7 @@ def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
     tile_numel, tile_count = 0, 0
     if request.optimizer_device == "nvme":
         tile_numel, tile_count = tile_sizes(
-            largest_sub_group_numel(shapes, request),
+            max(sub_group_numels(shapes, request), default=0),
             sum(tensor.shard_numel(request.world) for tensor in shapes.trainable),
             is_tiled=request.is_tiled,
             tile_bytes=request.tile_bytes,
@@ -224,16 +224,16 @@ def _in_proportion(largest: int, knee: int, numel: int) -> int:
     return min(largest, max(knee, largest * numel // SMALL_NUMEL))
 
 
-def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the elements of one rank's part of the largest sub-group, 0 without any."""
-    if request.largest_sub_group_numel is not None:
-        return request.largest_sub_group_numel
+def sub_group_numels(shapes: ModelShapes, request: PlanRequest) -> Sequence[int]:
+    """Return the elements of one rank's part of each sub-group, in DeepSpeed's order."""
+    if request.sub_group_numels is not None:
+        return request.sub_group_numels
     groups = shapes.sub_groups(
         world=request.world,
         sub_group_size=request.sub_group_size,
         has_decay_groups=request.has_decay_groups,
     )
-    return max((sum(t.shard_numel(request.world) for t in group) for group in groups), default=0)
+    return [sum(tensor.shard_numel(request.world) for tensor in group) for group in groups]
 
 
 def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, int, int]:

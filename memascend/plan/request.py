@@ -68,9 +68,8 @@ class PlanRequest:
     tile_bytes: int | None = None  # bytes of fp32 weights of one tile, if the user fixed them
     prefetch_bytes: int | None = None  # bytes of parameters to read ahead, if the user fixed them
     max_in_cpu: int = 0  # trainable elements that stay in host memory because the JSON asks for it
-    #: Elements of one rank's part of the largest sub-group, if known exactly; None: derived from
-    #: the shapes.
-    largest_sub_group_numel: int | None = None
+    #: Elements of one rank's part of each sub-group, if known exactly; None: from the shapes.
+    sub_group_numels: tuple[int, ...] | None = None
     verify: str = "off"  # "off", "reads" or "full": whether there are checksums of data on drives
     volume_count: int = 1  # drives that the tensors are striped over
     during_backward: bool = False  # whether the step begins during backward, writing second values

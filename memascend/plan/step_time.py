@@ -106,11 +106,10 @@ def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
         tiles_numel = plan.tile_count * plan.tile_numel
         ahead = min(states, tiles_numel * (request.master_itemsize + request.states_bytes))
         return _Moved(ahead, 0), _Moved(every.read - ahead, every.written)
-    # Only tiles without master weights in memory, and not left to forward, are stepped early.
-    early = 1 - 1 / LEFT_ONE_OF if request.overlaps else 1.0
-    part = early * read[MASTER] / max(1, read[MASTER] + plan.resident.get(MASTER, 0))
-    during = _Moved(
-        early * read[MASTER] + part * read[STATE],
-        early * written[MASTER] + part * (written[STATE] + written[PARAMETERS] + second_written),
-    )
+    # One in LEFT_ONE_OF of the early tiles is left to forward.
+    numel = plan.early_numel * (1 - 1 / LEFT_ONE_OF if request.overlaps else 1)
+    values_bytes = numel * (request.master_itemsize + request.states_bytes)
+    learning_bytes = plan.drive[MASTER] + plan.resident.get(MASTER, 0)
+    part = numel * request.master_itemsize / max(1, learning_bytes)
+    during = _Moved(values_bytes, values_bytes + part * (written[PARAMETERS] + second_written))
     return during, _Moved(every.read - during.read, every.written - during.written)

@@ -21,7 +21,7 @@ TRAININGS = [
     ("--no-limit", "--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
     ("--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
     ("--recomputes", "--state-dtype", "bf16"),
-    ("--recomputes", "--during-backward"),
+    ("--recomputes", "--during-backward", "--limit", "165MiB"),
     ("--recomputes", "--during-backward", "--accumulation", "4", "--sum-dtype", "fp32"),
 ]
 

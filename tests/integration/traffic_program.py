@@ -65,7 +65,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         },
         "steps_per_print": 1_000_000,
         "memascend": {
-            **({} if options.no_limit else {"host_memory_limit": LIMIT}),
+            **({} if options.no_limit else {"host_memory_limit": options.limit}),
             "streaming": {
                 "optimizer": {
                     "state_dtype": options.state_dtype,
@@ -93,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
     parser.add_argument("--no-limit", action="store_true")
+    parser.add_argument("--limit", default=LIMIT)
     return parser
 
 

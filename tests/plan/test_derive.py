@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memascend.base.units import GIB, MIB, page_up
+from memascend.base.units import GIB, MIB, PAGE_BYTES, page_up
 from memascend.errors import ConfigError
 from memascend.plan.derive import SECOND_VALUES, PlanRequest, default_limit, derive
 from memascend.plan.knobs import SPARE_COUNT
@@ -177,10 +177,43 @@ def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() ->
     limit_bytes = plan.host_bytes + page_up(shapes.numel * 2)
     plan = derive(shapes, request=early, limit_bytes=limit_bytes)
     assert plan.resident["parameters"] == plan.read_bytes[SECOND_VALUES] == shapes.numel * 2
-    # With half of the master weights in memory only the other half is stepped so.
-    limit_bytes += page_up(shapes.numel * 2) + shapes.numel * 2
+
+
+def squares(count: int, width: int = 512) -> ModelShapes:
+    names = (f"layers.{number}.weight" for number in range(count))
+    return ModelShapes("squares", tuple(TensorShape(name, (width, width)) for name in names))
+
+
+def test_gradients_of_sub_groups_that_are_in_memory_in_part_reach_the_drive() -> None:
+    """No tile of them is stepped during backward; the others' gradients never get there."""
+    shapes, square = squares(8), 512 * 512
+    early = PlanRequest(during_backward=True, overlaps=False, sub_group_size=2 * square)
+    parameters_bytes = 8 * square * 2
+    host_bytes = derive(shapes, request=early).host_bytes
+    # Master weights of one sub-group, and one page of the next.
+    limit_bytes = host_bytes + parameters_bytes + 2 * square * 4 + PAGE_BYTES
     plan = derive(shapes, request=early, limit_bytes=limit_bytes)
-    assert plan.drive[SECOND_VALUES] == pytest.approx(shapes.numel * 7, rel=0.01)
+    assert plan.resident["parameters"] == parameters_bytes
+    assert plan.resident["master weights"] == 2 * square * 4 + PAGE_BYTES
+    assert plan.early_numel == 4 * square
+    assert plan.drive[SECOND_VALUES] == 4 * square * 14
+    for moved in (plan.read_bytes, plan.written_bytes):
+        assert moved["gradients"] == 4 * square * 2
+        assert moved[SECOND_VALUES] == parameters_bytes // 2
+    # With one sub-group there would be none left, and gradients are kept in memory instead.
+    whole = dataclasses.replace(early, sub_group_size=8 * square)
+    assert derive(shapes, request=whole, limit_bytes=limit_bytes).early_numel in (0, 8 * square)
+
+
+def test_memory_goes_where_it_saves_most() -> None:
+    """The order of streams is the one of the plan's that moves least."""
+    shapes, square = squares(16), 512 * 512
+    early = PlanRequest(during_backward=True, sub_group_size=2 * square)
+    summed = dataclasses.replace(early, gradient_accumulation_steps=4)
+    limit_bytes = derive(shapes, request=early).host_bytes + 16 * square * 4
+    for request, beside in ((early, "master weights"), (summed, "gradients")):
+        resident = derive(shapes, request=request, limit_bytes=limit_bytes).resident
+        assert {stream for stream, nbytes in resident.items() if nbytes} == {"parameters", beside}
 
 
 def test_a_step_reads_and_writes_what_each_stream_needs() -> None:

@@ -137,7 +137,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
         is_elementwise=elementwise,
         state_count=state_count(base),
-        largest_sub_group_numel=max(optimizer.numels),
+        sub_group_numels=tuple(optimizer.numels),
         during_backward=request.during_backward and is_cpu_adam and not optimizer.norm_max,
         overlaps=request.overlaps and is_cpu_adam,
     )
