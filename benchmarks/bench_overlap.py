@@ -16,6 +16,9 @@ longer one of all compute and all drive time. No step reaches the latter whose o
 norm: `training_to_least` is the time of memascend's steps by the least that their order allows.
 Where steps begin during backward some tiles are left to the next forward pass. Ratios are taken
 within a round.
+
+With --beside memascend trains a second model in the same rounds. Its layers are of another size and
+have the same bytes and compute in all: the time of a step should not depend on the size of a layer.
 """
 
 from __future__ import annotations
@@ -28,7 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_step import CONTENDERS, OURS, STOCK, WARMUPS, Contender, table_rows, training_config
+from bench_step import (
+    CONTENDERS,
+    OURS,
+    PIPELINED,
+    STOCK,
+    WARMUPS,
+    Contender,
+    table_rows,
+    training_config,
+)
 from drive_rate import drive_rate
 from trainee import Sleeping, Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
@@ -95,6 +107,63 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
                     least_s = [one[contender] for one in least if contender in one]
                     found = figures(taken, steps[STOCK], bounds, least_s)
                     yield harness.Row("overlap", case, contender, found, config, circumstances)
+
+
+def run_beside(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Trains two models of equal bytes and compute, in few large layers and in many small ones."""
+    size = "small" if options.small else "large"
+    accelerator = "sim" if options.emulated else "cpu"
+    idle = Sleeping(*(options.size or SIZES[size]))
+    circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
+    with Transfers(idle.numel, options.directory) as transfers:
+        drive_s = median_of([time_drive(transfers) for _ in range(DRIVE_ROUNDS)])
+        (model,) = models(idle, drive_s, options.layer_ms, (1.0,)).values()
+        both = [model, beside(model, *options.beside)]
+        for clipping in CLIPPING[size] if options.clipping is None else options.clipping:
+            runs = [
+                replace(run, name=f"{run.name}, {layout(one)}")
+                for one in both
+                for run in contenders_of(one, clipping, options.directory, accelerator)
+                if run.name not in (STOCK, PIPELINED)
+            ]
+            steps, drives = take_steps(runs, ROUNDS[size], transfers)
+            bounds = [bounds_of(model, drive) for drive in drives]
+            for name, taken in steps.items():
+                other = name.replace(layout(both[0]), layout(both[1]))
+                found = figures(taken, steps[other], bounds)
+                found["training_to_beside"] = found.pop("training_to_stock")
+                config = {"accelerator": accelerator, "clipping": clipping}
+                yield harness.Row(
+                    "overlap", f"clip {clipping:g}", name, found, config, circumstances
+                )
+
+
+def beside(model: Sleeping, layers: int, width: int) -> Sleeping:
+    """A model of layers of another size, with the same compute in all of them.
+
+    Raises:
+        ValueError: It has another number of parameters.
+    """
+    share = model.layers / layers
+    other = replace(
+        model,
+        layers=layers,
+        width=width,
+        forward_s=share * model.forward_s,
+        backward_s=share * model.backward_s,
+    )
+    if other.numel != model.numel:
+        raise ValueError(
+            f"--beside {layers} {width} has {other.numel} parameters, --size {model.layers} "
+            f"{model.width} has {model.numel}. Make them equal: twice the width, a quarter of the "
+            "layers"
+        )
+    return other
+
+
+def layout(model: Sleeping) -> str:
+    """Names a model by its layers."""
+    return f"{model.layers} x {model.width}^2"
 
 
 def models(
@@ -243,6 +312,13 @@ def arguments() -> argparse.Namespace:
         "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
     )
     parser.add_argument(
+        "--beside",
+        type=int,
+        nargs=2,
+        metavar=("LAYERS", "WIDTH"),
+        help="of a second model with as many parameters and equal compute; without stock",
+    )
+    parser.add_argument(
         "--clipping", type=float, nargs="+", metavar="NORM", help="0: none (default: 1 and 0)"
     )
     parser.add_argument(
@@ -263,7 +339,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     with drive_rate(options.directory, options.drive_rate):
-        rows = harness.collect(run(options))
+        rows = harness.collect(run(options) if options.beside is None else run_beside(options))
     for part in (*PHASES, "training"):
         harness.report("overlap", f"{QUESTION}: {part}", table_rows(rows, part), None)
     harness.write("overlap", rows, options.out)

@@ -82,6 +82,15 @@ def test_ratios_to_the_bound_and_to_stock_are_of_one_round() -> None:
         assert found[name].p80 == pytest.approx(ratio), name
 
 
+def test_a_model_beside_has_the_same_bytes_and_compute() -> None:
+    model = trainee.Sleeping(12, 4096, forward_s=0.04, backward_s=0.08)
+    other = bench_overlap.beside(model, 3, 8192)
+    assert (other.numel, other.forward_s, other.backward_s) == (model.numel, 0.16, 0.32)
+    assert other.compute_s("backward") == pytest.approx(model.compute_s("backward"))
+    with pytest.raises(ValueError, match="a quarter of the"):
+        bench_overlap.beside(model, 4, 8192)
+
+
 def test_a_layer_sleeps_both_ways_and_has_a_gradient() -> None:
     model = sleeping_model.SleepingModel(layers=2, width=8, forward_s=0.02, backward_s=0.04)
     begin = time.perf_counter()
