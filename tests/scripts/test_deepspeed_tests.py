@@ -20,6 +20,10 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="unit.zero.TestSet" name="test_it">
 <failure message="KeyError: 1&#10;more"/></testcase>
 </testsuite></testsuites>"""
+#: DeepSpeed's tests end pytest when one hangs: that one has no name.
+REPORT_OF_A_HANG = """<testsuites><testsuite>
+<testcase classname="unit.zero.TestGet" name="test_it"/>
+<testcase time="0.008"/></testsuite></testsuites>"""
 PASSED, SKIPPED, FAILED = ("passed", ""), ("skipped", "no fp16"), ("failed", "KeyError: 1")
 #: Prints the number of a process of its own, and waits for it.
 HANG = "import subprocess as s; p = s.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
@@ -83,6 +87,12 @@ def test_a_report_says_how_each_test_ended(script: ModuleType, tmp_path: Path) -
         "unit.zero.TestGet::test_it[none]": SKIPPED,
         "unit.zero.TestSet::test_it": FAILED,
     }
+
+
+def test_a_report_leaves_out_a_test_that_hung(script: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT_OF_A_HANG, encoding="utf-8")
+    assert script.read_report(report) == {"unit.zero.TestGet::test_it": PASSED}
 
 
 def test_a_table_counts_endings_and_notes_name_what_differs(script: ModuleType) -> None:
