@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from . import workers
+from .cases import Case
 from .worker import matrix_product, matrix_product_and_bias
+
+REFUSAL_OF_TILES = "DeepSpeed 0.18.4: its Adam would step tiles with other results than those of"
+PINNED = "assert all([get_accelerator().is_pinned(buf) for buf in buffers])"
 
 
 def test_a_lock_that_no_process_holds_is_removed(
@@ -117,12 +121,61 @@ def test_a_rank_multiplies_as_torch_does(dtype: str) -> None:
     torch.testing.assert_close(found, torch.addmm(bias, one, other, **factors))
 
 
-def test_only_settings_that_an_older_release_lacks_are_skipped(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            "errors.ConfigError: a step needs DeepSpeed 0.19.8 or later, and DeepSpeed",
+            "a step needs",
+        ),
+        (f"errors.ConfigError: {REFUSAL_OF_TILES}", "its Adam would step tiles"),
+        (f'  File "/x/swap_tensor/utils.py", line 100, in __init__\n    {PINNED}', "is_pinned"),
+        ("int deepspeed_io_handle_t::wait(): Assertion `n > 0' failed.", "Assertion"),
+    ],
+    ids=["a setting", "tiles", "its own buffers", "its own drives"],
+)
+def test_only_limits_of_an_older_release_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, error: str, reason: str
 ) -> None:
-    refused = "memascend.errors.ConfigError: a step needs DeepSpeed 0.19.8 or later, and DeepSpeed"
-    workers.skip_what_the_release_lacks(refused)  # the newest lacks nothing: a failure
+    monkeypatch.setattr(workers, "is_able", lambda ability: True)
+    workers.skip_what_the_release_lacks(error)  # the newest lacks nothing: a failure
     monkeypatch.setattr(workers, "is_able", lambda ability: False)
     workers.skip_what_the_release_lacks("memascend.errors.ConfigError: another value")
-    with pytest.raises(pytest.skip.Exception, match="a step needs DeepSpeed"):
-        workers.skip_what_the_release_lacks(refused)
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        workers.skip_what_the_release_lacks(error)
+
+
+class FailingGroup:
+    """Fails with memascend by one error, and with CPU offload by another, or not if it is empty."""
+
+    def __init__(self, cpu_offload: str) -> None:
+        self.cpu_offload = cpu_offload
+
+    def run(self, _: object, config: dict[str, object], **__: object) -> list[workers.Facts]:
+        error = "ValueError: ours" if "memascend" in config else self.cpu_offload
+        if error:
+            raise workers.CaseFailed(error)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("cpu_offload", "is_older", "end"),
+    [
+        ("KeyError: 'exp_avg'", True, pytest.skip.Exception),
+        ("KeyError: 'exp_avg'", False, workers.CaseFailed),
+        ("ranks [0] gave no answer within 150.0 s", True, workers.CaseFailed),
+        ("", True, workers.CaseFailed),
+    ],
+    ids=["older", "newest", "out of time", "CPU offload passes"],
+)
+def test_a_case_is_skipped_if_cpu_offload_of_an_older_release_fails_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_offload: str,
+    is_older: bool,
+    end: type[BaseException],
+) -> None:
+    monkeypatch.setattr(workers, "is_able", lambda ability: not is_older)
+    monkeypatch.setattr(workers, "WorkerGroup", lambda **_: FailingGroup(cpu_offload))
+    with pytest.raises(end):
+        workers.Bench(tmp_path).run(Case(), "memascend")
