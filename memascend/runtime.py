@@ -15,14 +15,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from memascend import _core
-from memascend.base.components import ACTIVATION_SLOTS, PARAMETER_SLOTS, STAGING_SLOTS
+from memascend.base.components import (
+    ACTIVATION_SLOTS,
+    PARAMETER_SLOTS,
+    STAGING_SLOTS,
+    WAITING_GRADIENTS,
+)
 from memascend.base.interfaces import Device, HostMemory, TensorIO
 from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
 from memascend.kernels.overflow import KernelHelpers, scan, sum_of_squares
-from memascend.ledger.ledger import Ledger, LedgerRow
+from memascend.ledger.ledger import DeviceRow, Ledger, LedgerRow
 from memascend.ledger.wear import Wear
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.guard import Guard
@@ -33,6 +38,7 @@ from memascend.resources.drive import Drive, OwnDrive, StockDrive
 from memascend.resources.host import Host, OwnHost, StockHost
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
+from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_groups import SubGroups
@@ -96,6 +102,7 @@ class Runtime:
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
         self._guard = Guard(self.lock)
+        self.on_device = GradientsOnDevice(replace(device, new_event=self.new_event), self._guard)
         self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
         self.host: Host = (
             OwnHost(config, directory, page_lock=page_lock, device=device, limit_bytes=limit_bytes)
@@ -298,6 +305,7 @@ class Runtime:
             _ = self.activations
         self._resize_pool(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
         self.drive.grant(resident)
+        self.on_device.room_bytes = plan.gradient_room_bytes
         self.plan = plan
 
     def ledger(self) -> Ledger:
@@ -328,6 +336,17 @@ class Runtime:
             wear=self.read_wear(),
             volumes=self.drive.volumes(),
             activations=None if self._activations is None else replace(self._activations.traffic),
+            gradients_on_device=self._gradients_on_device(),
+        )
+
+    def _gradients_on_device(self) -> DeviceRow | None:
+        if self.plan is None or not self.on_device.has_streams:
+            return None
+        return DeviceRow(
+            component=WAITING_GRADIENTS,
+            planned_bytes=self.plan.gradient_room_bytes,
+            live_bytes=self.on_device.held_bytes,
+            peak_bytes=self.on_device.bytes_peak,
         )
 
     def note_checkpoint(self, folder: str) -> None:
@@ -356,6 +375,7 @@ class Runtime:
 
     def close(self) -> None:
         """Wait for transfers and free the drive's space; memory is freed with its last view."""
+        self.on_device.close()
         if self._activations is not None:
             self._activations.close()
         self.drive.close()

@@ -22,6 +22,9 @@ RESIDENT_CACHE = "resident cache"
 #: Checksums of the data on the drives (verify).
 CHECKSUMS = "checksums"
 
+#: Device memory of gradients that wait for the drive.
+WAITING_GRADIENTS = "waiting gradients"
+
 # Memory that DeepSpeed itself allocates, through memascend's allocator.
 PARAMETERS_IN_CPU = "parameters in cpu"
 SMALL_PARAMETERS = "small parameters"

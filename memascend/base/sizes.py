@@ -23,6 +23,8 @@ APPENDED_COUNT_MAX = 7
 #: backward and 2 in forward, one that waits 4 and 30. A share of 0.30 would be right for a backward
 #: pass twice as long as forward, and 0.20 for one of three times, with checkpoints.
 LEFT_ONE_OF = 4
+#: Gradients that wait on the device, at most by default: a layer of an 8B model has 416 MiB.
+GRADIENT_ROOM_BYTES_MAX = 512 * MIB
 #: Saved activations in flight between device and drive, or host: this many of the largest one.
 IN_FLIGHT_COUNT = 2
 #: Saved activations on the drive for which the plan has checksums: their number follows from the

@@ -7,12 +7,15 @@ import contextlib
 import math
 from typing import Any
 
+from memascend.base.units import format_nbytes
 from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
 
 #: Sustained bandwidth of a PCIe 4.0 drive; shown in the output, since only a measurement is exact.
 DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
+#: A share of the gradients above that of an embedding and a head, which find no room by default.
+HELD_UP_MIN = 0.25
 
 
 def add_time_options(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +60,15 @@ def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
             f"{what} overlaps the last backward pass; it is free only if that pass computes for "
             f"{drive.last_backward_s:.1f} s or longer"
         )
+    if plan.held_up > HELD_UP_MIN:
+        notes.append(
+            f"the last backward pass waits for the drive for about {drive.last_held_up_s:.1f} s, "
+            f"and computes nothing meanwhile: {plan.held_up:.0%} of the "
+            f"gradients find no room on the device ({format_nbytes(plan.gradient_room_bytes)}, "
+            "memascend.streaming.gradients.device_bytes) or in host memory"
+        )
     if drive.goes_behind:
-        rest = "the rest of the optimizer" if notes else "the optimizer"
+        rest = "the rest of the optimizer" if plan.drive.get(SECOND_VALUES) else "the optimizer"
         notes.append(
             f"{rest} overlaps the next forward pass; it is free only if that pass computes for "
             f"{drive.behind_s:.1f} s or longer"

@@ -72,6 +72,13 @@ class GradientStreamConfig(Section):
     """Gradients go from the device to the drive through fixed slots, without a flat host buffer."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's flat gradient buffer")
+    device_bytes: Nbytes | None = Field(
+        None,
+        ge=0,
+        le=1 << 60,
+        description="gradients that wait on the device for the drive while backward goes on; left "
+        "out: those of one layer, at most 512 MiB; 0: backward waits",
+    )
 
 
 class OptimizerStreamConfig(Section):

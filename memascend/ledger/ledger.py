@@ -32,6 +32,21 @@ class LedgerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """Device memory of one component."""
+
+    component: str
+    planned_bytes: int
+    live_bytes: int
+    peak_bytes: int
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        planned, peak = format_nbytes(self.planned_bytes), format_nbytes(self.peak_bytes)
+        return f"device: {self.component} took at most {peak} of {planned} planned"
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """The account of one rank at one moment."""
 
@@ -49,6 +64,8 @@ class Ledger:
     heap: str = ""  # the allocator behind malloc and its settings; empty if it was not examined
     device_bytes_peak: int | None = None  # peak allocated by torch; None if the device is the CPU
     activations: ActivationTraffic | None = None  # saved ones; None if they stay on the device
+    #: Gradients that wait on the device; None if its copies block.
+    gradients_on_device: DeviceRow | None = None
     machine: str = ""  # name of the rank's machine
 
     @property
@@ -135,6 +152,8 @@ class Ledger:
         if self.device_bytes_peak is not None:
             peak = format_nbytes(self.device_bytes_peak)
             table.append(f"  device: at most {peak} allocated by torch")
+        if self.gradients_on_device is not None:
+            table.append(f"  {self.gradients_on_device.describe()}")
         if self.activations is not None:
             table.append(f"  {self.activations.describe()}")
         if self.wear is not None:

@@ -23,11 +23,13 @@ class Guard:
         It is entered as it is: Ctrl-C between an `__enter__` in Python and the block of its `with`
         would leave it locked.
         """
-        self._is_held: Callable[[], bool] = lock._is_owned
+        self.lock = lock
+        #: Returns whether the calling thread holds the lock.
+        self.is_held: Callable[[], bool] = lock._is_owned
 
     def expect_held(self, call: str) -> None:
         """Raise AssertionError if the calling thread does not hold the lock, which `call` needs."""
-        if not self._is_held():
+        if not self.is_held():
             raise AssertionError(
                 f"{call}() was called without the runtime's lock on the thread "
                 f"{threading.current_thread().name!r}: another thread may use the same memory. "

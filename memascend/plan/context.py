@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from memascend.base.components import WAITING_GRADIENTS
 from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
 from memascend.base.sizes import IN_FLIGHT_COUNT
 from memascend.base.units import GIB, power_of_two_up
@@ -49,6 +50,7 @@ NORM_NUMEL, FP64_BYTES = 250_000_000, 8
 # Components of device memory.
 GATHERED = "parameters gathered (estimate)"
 RELEASED = "parameters let go, kernels queued"
+WAITING = WAITING_GRADIENTS
 BUCKET = "reduce bucket"
 CHECKPOINTS = "checkpoints, one for each layer"
 SAVED = "saved activations (estimate)"
@@ -168,7 +170,7 @@ class Training:
             tokens=tokens,
             device={
                 GATHERED: self._gathered_numel() * self.itemsize,
-                **({RELEASED: self._released_bytes(device_bytes)} if way.has_memascend else {}),
+                **(self._ours(device_bytes) if way.has_memascend else {}),
                 BUCKET: self.device.bucket_numel * self.itemsize if self.device.has_bucket else 0,
                 **saved,
                 RESERVE: DEVICE_RESERVE_BYTES,
@@ -220,6 +222,14 @@ class Training:
         in_use = max(self.ours.request.reuse_numel // 2, layer, largest)
         ahead = min(self.device.prefetch_numel, max(0, self.device.live_numel - in_use))
         return min(self.shapes.numel, in_use + ahead)
+
+    def _ours(self, device_bytes: int) -> dict[str, int]:
+        """Return the device memory that memascend takes beside stock's, by component."""
+        # Not a moment: torch keeps the memory for the stream on which gradients are reduced.
+        return {
+            RELEASED: self._released_bytes(device_bytes),
+            WAITING: self.ours.gradient_room_bytes,
+        }
 
     def _released_bytes(self, device_bytes: int) -> int:
         """Return the most bytes of released parameters that wait for kernels (memascend only)."""

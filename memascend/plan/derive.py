@@ -8,13 +8,19 @@ With a limit, the largest sizes that fit are chosen; knobs.py defines the order 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from memascend.base.components import CHECKSUMS, PARAMETER_SLOTS, PARAMETERS_IN_CPU, RESIDENT_CACHE
-from memascend.base.sizes import BOUNCE_BYTES, LEFT_ONE_OF
+from memascend.base.sizes import (
+    BOUNCE_BYTES,
+    GRADIENT_ROOM_BYTES_MAX,
+    LEFT_ONE_OF,
+    REPEATED_COUNT_MIN,
+)
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
@@ -66,6 +72,9 @@ class Plan(Footprint):
     prefetch_bytes: int  # the part of that budget that read-ahead may fill
     slot_bytes_max: int  # larger shards pass through the staging slots in chunks
     backward_parameters_bytes: int  # bytes of parameters that a backward pass reads
+    gradient_room_bytes: int  # device bytes of gradients that wait for the drive
+    #: Part of the gradients that backward waits for: those of a layer that exceed all room.
+    held_up: float
     early_numel: int  # elements of the sub-groups that may be stepped during backward
     resident: Mapping[str, int] = field(default_factory=dict)  # bytes in memory, by stream
     #: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
@@ -131,6 +140,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         parameter_slots_bytes=host[PARAMETER_SLOTS],
         prefetch_bytes=knobs.prefetch_bytes,
         slot_bytes_max=knobs.slot_bytes_max,
+        **_room(shapes, request, knobs),
         resident=resident,
         not_ours=_not_ours(shapes, request, knobs),
         host=host,
@@ -269,6 +279,35 @@ def _traffic(
         "passes_written_bytes": written[GRADIENTS],
         "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
         "early_numel": early_numel,
+    }
+
+
+def _room(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, Any]:
+    """Return the room for waiting gradients, and the part that finds none, as Plan's fields."""
+    layers = [
+        [one.shard_numel(request.world) for one in layer if one.trainable]
+        for layer in shapes.layers()
+    ]
+    counts = Counter(map(sum, layers))
+    repeated = [numel for numel, count in counts.items() if count >= REPEATED_COUNT_MIN]
+    room_bytes = request.gradient_room_bytes
+    if room_bytes is None:
+        layer_bytes = max(repeated or counts) * request.gradient_itemsize
+        room_bytes = min(page_up(layer_bytes), GRADIENT_ROOM_BYTES_MAX)
+    if request.optimizer_device != "nvme" or not request.is_tiled:
+        room_bytes = 0
+    # Some wait in host memory: in staging slots, or in the blocks of tiles that are stepped early.
+    host_numel = knobs.staging_slot_count * knobs.staging_slot_bytes // request.gradient_itemsize
+    if request.during_backward:
+        host_numel = (spare_count(request) + knobs.tile_count) * knobs.tile_numel
+    room_numel = room_bytes // request.gradient_itemsize
+    beyond_numel = 0
+    for layer in layers:
+        waiting_numel = min(room_numel, sum(numel for numel in layer if numel <= room_numel))
+        beyond_numel += max(0, sum(layer) - waiting_numel - host_numel)
+    return {
+        "gradient_room_bytes": room_bytes,
+        "held_up": beyond_numel / max(1, sum(map(sum, layers))),
     }
 
 

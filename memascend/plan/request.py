@@ -67,6 +67,9 @@ class PlanRequest:
     reuse_numel: int = _ZERO.stage3_max_reuse_distance
     tile_bytes: int | None = None  # bytes of fp32 weights of one tile, if the user fixed them
     prefetch_bytes: int | None = None  # bytes of parameters to read ahead, if the user fixed them
+    gradient_room_bytes: int | None = (
+        None  # device bytes of waiting gradients, if the user fixed them
+    )
     max_in_cpu: int = 0  # trainable elements that stay in host memory because the JSON asks for it
     #: Elements of one rank's part of each sub-group, if known exactly; None: from the shapes.
     sub_group_numels: tuple[int, ...] | None = None
@@ -81,7 +84,13 @@ class PlanRequest:
         for name in ("world", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sub_group_size", "state_count", "tile_bytes", "prefetch_bytes"):
+        for name in (
+            "sub_group_size",
+            "state_count",
+            "tile_bytes",
+            "prefetch_bytes",
+            "gradient_room_bytes",
+        ):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         dtypes = ("arriving", "accumulation", "master", "state")
@@ -207,6 +216,7 @@ class PlanRequest:
             state_dtype=state_dtype(block, settings),
             tile_bytes=steps.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
+            gradient_room_bytes=block.streaming.gradients.device_bytes,
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
             during_backward=steps.during_backward and not why_not_during_backward(block, settings),

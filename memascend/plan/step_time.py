@@ -4,6 +4,9 @@ Pure arithmetic. The optimizer begins after the last backward pass, when norm an
 and continues during the next forward pass, whose last layer cannot compute before the optimizer is
 done. With several micro-steps this is the forward pass of the first one. Reads and writes of parts
 that run together are assumed to overlap fully.
+
+Gradients of a layer that find no room, on the device or in host memory, hold up backward: while the
+drive takes them nothing is computed. That part is an estimate; it is 0 if a layer finds room.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ class DriveTime:
     last_backward_s: float  # the last backward pass, with the optimizer's reads or steps during it
     optimizer_s: float  # the rest of the optimizer
     behind_s: float  # the rest of the optimizer and the first forward pass, overlapped
+    held_up_s: float = 0.0  # the part of a backward pass in which nothing is computed meanwhile
+    last_held_up_s: float = 0.0  # the same of the last one
     micro_steps: int = 1
     goes_behind: bool = True  # whether the rest of the optimizer overlaps the first forward pass
 
@@ -55,7 +60,8 @@ class DriveTime:
         sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
         # The last micro-step has more traffic of sums than the others. Spread evenly, the result
         # stays a lower bound.
-        backward = back.beside(_Moved(sums_read / steps, plan.passes_written_bytes / steps))
+        sums = _Moved(sums_read / steps, plan.passes_written_bytes / steps)
+        backward = back.beside(sums)
         early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(
             first_forward_s=seconds(first),
@@ -64,6 +70,8 @@ class DriveTime:
             last_backward_s=seconds(backward.beside(early)),
             optimizer_s=seconds(rest),
             behind_s=seconds(first.beside(rest)),
+            held_up_s=plan.held_up * seconds(sums),
+            last_held_up_s=plan.held_up * seconds(early if plan.request.during_backward else sums),
             micro_steps=steps,
             goes_behind=plan.request.overlaps,
         )
@@ -76,11 +84,11 @@ class DriveTime:
         `last_layer_s` is the part of `compute_forward_s` in the last layer.
         """
         further_s = max(compute_forward_s, self.forward_s)
-        further_s += max(compute_backward_s, self.backward_s)
+        further_s += _beside(compute_backward_s, self.backward_s, self.held_up_s)
         first_s = max(compute_forward_s, self.first_forward_s) + self.optimizer_s
         if self.goes_behind:
             first_s = max(compute_forward_s, self.behind_s + last_layer_s)
-        last_s = max(compute_backward_s, self.last_backward_s)
+        last_s = _beside(compute_backward_s, self.last_backward_s, self.last_held_up_s)
         return (self.micro_steps - 1) * further_s + first_s + last_s
 
     def unhidden_s(self, compute_forward_s: float, compute_backward_s: float) -> float:
@@ -90,6 +98,11 @@ class DriveTime:
         )
         compute_s = compute_forward_s, compute_backward_s
         return self.step_s(*compute_s) - passes.step_s(*compute_s)
+
+
+def _beside(compute_s: float, drive_s: float, held_up_s: float) -> float:
+    """Return the time of a backward pass beside the drive, which holds it up for a part."""
+    return max(compute_s, drive_s - held_up_s) + held_up_s
 
 
 def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from itertools import islice
 
 import torch
 
 from memascend.base.components import STAGING_SLOTS
-from memascend.base.interfaces import Event, HostMemory, TensorIO
+from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import CopyTicket, Ended, event_here
 from memascend.memory.guard import Guard, guarded
 from memascend.transfer.pending import Pending
@@ -208,6 +208,31 @@ class StagingSlots:
         self._writes.end_done()
         self._copied_out.release_done()
         return self._slots.has_room(nbytes)
+
+    def turn(self, nbytes: int) -> AbstractContextManager[object]:
+        """Wait until `nbytes` are free, and return the guard's lock, to be held for their use.
+
+        For a thread beside the others: it holds the lock only while it uses slots, and waits for
+        them without. If the caller holds the lock already nothing is waited for here.
+        """
+        if self.guard is None or self.guard.is_held():
+            return nullcontext()
+        while (stage := self._stage_in_the_way(nbytes)) is not None:
+            with suppress(Exception):  # the transfer keeps its error
+                stage.wait()
+            if not stage.done():
+                break  # the program is about to end, and the drive is silent
+        lock: AbstractContextManager[object] = self.guard.lock
+        return lock
+
+    def _stage_in_the_way(self, nbytes: int) -> Ticket | None:
+        """Return the stage that the oldest write is in; None if a slot is free, or none writes."""
+        assert self.guard is not None
+        with self.guard.lock:
+            if self.reclaim(nbytes):
+                return None
+            oldest = next(iter(self._writes), None)
+            return None if oldest is None else oldest.stage
 
     def start_read(self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype) -> Transfer:
         """Take a slot and start a read into it, after submitting all writes to the same bytes."""

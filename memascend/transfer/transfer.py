@@ -45,6 +45,11 @@ class Transfer:
         self._ticket, self._then = ticket, then
 
     @property
+    def stage(self) -> Ticket:
+        """The stage in flight; any thread may wait for it."""
+        return self._ticket
+
+    @property
     def is_submitted(self) -> bool:
         """Whether the last stage was started."""
         return self._then is None

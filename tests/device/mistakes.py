@@ -66,6 +66,30 @@ def put_on_default_stream(patch: pytest.MonkeyPatch) -> None:
     _on_default_stream(patch, GradientStream, "put")
 
 
+def gradient_stored_before_it_arrives(patch: pytest.MonkeyPatch) -> None:
+    """The thread that stores gradients does not wait for what reduces them."""
+    from memascend.streaming.gradients.on_device import GradientsOnDevice
+
+    original = GradientsOnDevice._serve_on_stream
+
+    def serve(self: Any, one: Any) -> None:
+        one.arrived = None
+        original(self, one)
+
+    patch.setattr(GradientsOnDevice, "_serve_on_stream", serve)
+
+
+def gradient_let_go_while_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    """The memory of a gradient is used again while the thread's copies read it."""
+    from memascend.streaming.gradients.on_device import GradientsOnDevice
+
+    def serve(self: Any, one: Any) -> None:
+        one.arrived.wait()
+        one.store(one.gradient)
+
+    patch.setattr(GradientsOnDevice, "_serve_on_stream", serve)
+
+
 def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
     """A tile is used again while its weights are on their way to the device."""
     from memascend.streaming.optimizer.tile_memory import TileMemory
@@ -167,6 +191,8 @@ MISTAKES: dict[str, Mistake] = {
         slot_taken_before_copied_out,
         gradient_not_recorded,
         put_on_default_stream,
+        gradient_stored_before_it_arrives,
+        gradient_let_go_while_it_is_copied,
         tile_stepped_before_copied,
         activation_used_before_it_came,
         activation_read_into_memory_in_use,

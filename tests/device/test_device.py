@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,12 +41,21 @@ def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
         assert [rank["findings"] for rank in facts] == [{}] * case.world, seed
         if how.backend == "memascend" and case.optimizer == "nvme":
             assert_memascend_did_it(case, facts)
+            assert_gradients_waited_within_their_room(facts)
             begins_early = case.during_backward and trial.mode != "all stays in memory"
             assert all((rank["early_tile_count"] > 0) == begins_early for rank in facts)
         if trial.mode in STEP_MODES:
             assert_steps_went_behind(case, facts)
         if trial.mode in ACTIVATION_MODES:
             assert_activations_went(case, facts)
+
+
+def assert_gradients_waited_within_their_room(facts: list[dict[str, Any]]) -> None:
+    for rank in facts:
+        row = rank["ledger"]["gradients_on_device"]
+        if row is not None and row["planned_bytes"]:
+            assert 0 < row["peak_bytes"] <= row["planned_bytes"]
+            assert row["live_bytes"] == 0
 
 
 @pytest.mark.parametrize(("variant", "seed"), [("bf16", 2), ("two ranks", 0)])
@@ -68,6 +79,8 @@ def test_gradients_are_read_in_hooks_of_the_host_while_the_device_delivers_other
     assert differences(facts, device_bench.run(case, "oracle")) == []
     (rank,) = facts
     assert rank["findings"] == {}
+    assert_gradients_waited_within_their_room(facts)
+    assert rank["ledger"]["gradients_on_device"]["planned_bytes"] > 0
     assert min(rank["host_looks"].values()) > 0, rank["host_looks"]
 
 

@@ -1,4 +1,4 @@
-"""Where the host waits for the device while gradients come: where all staging slots are full."""
+"""Where the host waits for the device while gradients come: not in the hooks that bring them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.device.waits import (
 from tests.parity.workers import Bench
 
 #: A slot is free once its copy has passed and the drive has written it: bounded memory.
-FULL = "staging.take"
+FULL = ("staging.turn", "staging.take")
 
 
 def test_a_place_is_told_by_functions_which_outlive_line_numbers() -> None:
@@ -42,8 +42,12 @@ def test_at_default_sizes_small_gradients_do_not_wait_for_the_device(
 @pytest.mark.deepspeed
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_where_slots_are_few_a_gradient_waits_for_a_free_one_alone(device_bench: Bench) -> None:
+def test_where_slots_are_few_the_thread_waits_for_a_free_one_and_no_hook(
+    device_bench: Bench,
+) -> None:
     trial = Trial("bf16", "slots are reused at once")
-    waits = device_waits_of_gradients(waits_per_step(device_bench, trial, seed=2, whole=True))
-    assert waits
-    assert all(place.startswith(FULL) for place in waits)
+    rows = waits_per_step(device_bench, trial, seed=2, whole=True)
+    waits = device_waits_of_gradients(rows)
+    assert all(place.startswith(FULL) for place in waits)  # of parameters that come in chunks
+    assert not any("on_device._wait_for_room" in place for place in waits)
+    assert any("on_device._serve_on_stream" in functions_of(place) for _, place, *_ in rows)

@@ -26,8 +26,8 @@ STEPS = (3, 5)
 SHOWN_MS_MIN = 0.1
 #: A place has a few frames: who is called in backward, and for a slot there and elsewhere.
 PUTTING = (
-    *("stream._add_up", "stream._target", "accumulation.add_up"),
-    *("staging.read_each", "staging.take"),
+    *("stream._replace", "stream._add_up", "stream._target", "accumulation.add_up"),
+    *("staging.read_each", "staging.turn", "staging.take", "on_device._wait_for_room"),
 )
 
 

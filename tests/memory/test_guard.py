@@ -79,7 +79,7 @@ def test_without_a_guard_nothing_is_checked() -> None:
         StagingSlots.give_back,
         StagingSlots.wait_writes,
         Pool.acquire,
-        GradientStream.put,
+        GradientStream.make_final,
         GradientStream.get,
         ParameterStream.read_now,
         ParameterStream.let_go,

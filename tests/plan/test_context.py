@@ -29,6 +29,7 @@ from memascend.plan.context import (
     STOCK_ALL,
     STOCK_CHECKPOINTS,
     STOCK_ON_HOST,
+    WAITING,
     WAYS,
     DeviceSettings,
     widths_of,
@@ -146,6 +147,14 @@ def test_the_largest_gradient_is_reduced_where_it_is() -> None:
     assert ours == 2 * HEAD_NUMEL
     stock = training().plan(STOCK_CHECKPOINTS, 1).moments[HEAD]
     assert stock - ours == (2 + 4) * HEAD_NUMEL + 8 * 250_000_000
+
+
+def test_gradients_that_wait_are_ours_and_on_the_device() -> None:
+    device = training().plan(OURS_CHECKPOINTS, 1).device
+    assert device[WAITING] == training().ours.gradient_room_bytes > 400 << 20
+    assert WAITING not in training().plan(STOCK_CHECKPOINTS, 1).device
+    request = PlanRequest(gradient_room_bytes=0)
+    assert training(request=request).plan(OURS_CHECKPOINTS, 1).device[WAITING] == 0
 
 
 def test_gradients_of_a_layer_fill_the_bucket_and_are_copied_once() -> None:

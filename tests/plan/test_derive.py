@@ -348,3 +348,21 @@ def test_parameters_that_the_user_keeps_in_memory_are_counted() -> None:
 def test_the_default_is_the_plan_but_at_most_half_of_what_is_free() -> None:
     assert default_limit(3 * GIB, available=100 * GIB) == 3 * GIB
     assert default_limit(3 * GIB, available=4 * GIB) == 2 * GIB
+
+
+# -- gradients that wait on the device -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "mib"), [("Llama-3.1-8B", 1, 416), ("Llama-3.1-8B", 4, 104)]
+)
+def test_gradients_of_one_layer_may_wait_on_the_device(name: str, world: int, mib: int) -> None:
+    plan = derive(builtin(name), request=PlanRequest(world=world))
+    assert plan.gradient_room_bytes == pytest.approx(mib * MIB, rel=0.001)
+    other = derive(builtin(name), request=PlanRequest(world=world, gradient_room_bytes=0))
+    assert (other.gradient_room_bytes, other.host) == (0, plan.host)
+
+
+def test_only_a_step_in_tiles_leaves_gradients_on_the_device() -> None:
+    for request in (PlanRequest(optimizer="Muon"), PlanRequest(optimizer_device="cpu")):
+        assert derive(decoder(), request=request).gradient_room_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 from memascend.base.sizes import LEFT_ONE_OF
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
-from memascend.plan.shapes import builtin
+from memascend.plan.shapes import ModelShapes, TensorShape, builtin
 from memascend.plan.step_time import DriveTime
 
 SPEEDS = {"read_gb_s": 5.0, "write_gb_s": 4.0}
@@ -123,6 +123,27 @@ def test_what_is_stepped_during_backward_is_not_left_to_forward() -> None:
     assert alone.last_backward_s > early.last_backward_s
     assert alone.unhidden_s(1e3, 0.0) > 0
     assert alone.unhidden_s(1e3, 1e3) == 0.0
+    # Only gradients of the embedding and the head find no room.
+    during_s = alone.last_backward_s - alone.backward_s
+    assert 0 < alone.last_held_up_s < 0.2 * during_s
+
+
+def test_backward_and_the_drive_take_turns_for_gradients_without_room() -> None:
+    """A large layer waits for the drive, whatever it could compute meanwhile."""
+    layers = tuple(TensorShape(f"layers.{n}.weight", (8192, 8192)) for n in range(8))
+    shapes, layer_bytes = ModelShapes("large layers", layers, {}), 2 * 8192 * 8192
+    for room_bytes, beyond in ((None, 0.0), (layer_bytes, 0.0), (layer_bytes // 2, 1.0), (0, 1.0)):
+        request = PlanRequest(during_backward=True, gradient_room_bytes=room_bytes)
+        plan = derive(shapes, request=request)
+        assert plan.gradient_room_bytes == (layer_bytes if room_bytes is None else room_bytes)
+        # Blocks of tiles hold 11 of 64.
+        assert plan.held_up == pytest.approx(beyond * (1 - 11 / 64))
+        drive = DriveTime.of_plan(plan, **SPEEDS)
+        held_up_s = plan.held_up * (drive.last_backward_s - drive.backward_s)
+        assert drive.last_held_up_s == pytest.approx(held_up_s, rel=0.05)
+        freely = dataclasses.replace(drive, last_held_up_s=0.0)
+        waiting_s = drive.step_s(0.0, 100.0) - freely.step_s(0.0, 100.0)
+        assert waiting_s == pytest.approx(drive.last_held_up_s)
 
 
 def test_what_is_in_memory_takes_its_new_values_over_when_the_step_is_made() -> None:

@@ -17,8 +17,8 @@ import memascend
 OURS = str(Path(memascend.__file__).parent)
 #: Only take and give back a lock: the interpreter runs handlers behind calls and in loops, not
 #: between `with` and its block as a tracer would. Functions, and a line. Or only look at a lock.
-LOCKING = ("alone", "checked")
-LOCKED = "with self._changed:"
+LOCKING = ("alone", "with_lock", "checked")
+LOCKED = ("with self._changed:", "with self._guard.lock:")
 BLOCK = "with "
 #: Python swallows it there.
 FINALIZING = "__del__"
@@ -68,7 +68,7 @@ class _Interrupt:
         line = linecache.getline(name, frame.f_lineno).strip()
         # A tracer sees a block's first line again when an exception leaves the block, at which no
         # signal is looked for; and what is raised there leaves the exception to the thread.
-        if event == "line" and line != LOCKED and not (self.places and line.startswith(BLOCK)):
+        if event == "line" and line not in LOCKED and not (self.places and line.startswith(BLOCK)):
             place = f"{name}:{frame.f_lineno}"
             if self.places:
                 self.behind.append(place)

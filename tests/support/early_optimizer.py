@@ -75,8 +75,8 @@ def backward(
 def give(optimizer: Any, name: str, value: torch.Tensor, member: Any) -> None:
     """As the gradient path gives one: the last step has used the one before."""
     optimizer.runtime.background.finish()
-    bypass = optimizer.steps.bypass_of(name, member.offset)
     accumulate = optimizer.stage3.micro_step_id != 0
+    bypass = optimizer.steps.bypass_of(name, member.offset, replaces=not accumulate)
     optimizer.gradient_stream.put(
         name, member.offset, value.clone(), accumulate=accumulate, bypass=bypass
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from memascend.memory.guard import Guard
 from memascend.transfer.staging import StagingSlots
 from tests.support.streaming_fakes import FakeMemory, LateDevice
 
@@ -11,7 +12,11 @@ SLOT_BYTES, SLOT_COUNT = 4096, 3
 
 
 def make_staging(
-    store: object, device: LateDevice | None = None, *, slot_count: int = SLOT_COUNT
+    store: object,
+    device: LateDevice | None = None,
+    *,
+    slot_count: int = SLOT_COUNT,
+    guard: Guard | None = None,
 ) -> StagingSlots:
     return StagingSlots(
         store=store,  # type: ignore[arg-type]
@@ -20,6 +25,7 @@ def make_staging(
         slot_count=slot_count,
         new_event=None if device is None else device.new_event,
         wait_idle=None if device is None else device.synchronize,
+        guard=guard,
     )
 
 

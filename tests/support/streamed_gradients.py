@@ -12,6 +12,7 @@ from memascend.deepspeed.optimizer.gradients import StreamedGradients
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.gradients.stream import GradientStream
+from tests.support.runtimes import stand_in
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -45,7 +46,7 @@ class Steps:
         self.is_tiled = is_tiled
         self.final: list[tuple[str, int]] = []
 
-    def bypass_of(self, name: str, offset: int) -> None: ...
+    def bypass_of(self, name: str, offset: int, *, replaces: bool) -> None: ...
 
     def note_final(self, name: str, offset: int) -> None:
         self.final.append((name, offset))
@@ -91,8 +92,8 @@ class Gradients:
             is_gradient_accumulation_boundary=lambda: self.is_last,
         )
         self.lock = threading.RLock()
-        runtime = SimpleNamespace(
-            lock=self.lock, background=BackgroundStep(), gradients=self.gradient_stream
+        self.runtime = runtime = stand_in(
+            self.lock, background=BackgroundStep(), gradients=self.gradient_stream
         )
         attachment: Any = SimpleNamespace(runtime=runtime)
         self.steps = Steps(is_tiled=is_tiled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.background import BackgroundStep
+from tests.support.runtimes import stand_in
 from tests.support.tiled_training import SIZES, Training
 
 BF16 = torch.bfloat16
@@ -94,7 +94,7 @@ class Tiled:
         self.groups = training.groups
         store = ResidentStore(training.store, stream_of=lambda key: None)
         self.stream._take_over = store.take_over
-        self.runtime = SimpleNamespace(
+        self.runtime = stand_in(
             io=training.store,
             memory=training.memory,
             staging=training.slots,
@@ -104,7 +104,6 @@ class Tiled:
             background=BackgroundStep(),
             new_event=None,
             _device=SimpleNamespace(wait_idle=None),
-            lock=threading.RLock(),
             gradients=self.gradient_stream,
             optimizer=self.stream,
             open_optimizer=self._open,

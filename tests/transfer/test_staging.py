@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
+from memascend.memory.guard import Guard
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.transfer.staging import StagingSlots
 from tests.support.staging_slots import SLOT_BYTES, counted, make_staging
@@ -356,3 +359,46 @@ def test_a_slot_that_a_silent_drive_still_uses_is_lent_to_nobody_as_the_program_
     slots = [staging.take(SLOT_BYTES, torch.uint8) for _ in range(3)]
     assert ticket.finished
     assert len({slot.data_ptr() for slot in slots}) == 3
+
+
+# -- a thread beside the others ------------------------------------------------------------------
+
+
+def test_a_turn_waits_for_room_without_the_lock(store: FakeStore) -> None:
+    lock = threading.RLock()
+    staging = make_staging(store, guard=Guard(lock))
+    with lock:
+        for key in "abc":
+            store.reserve(key=key, nbytes=SLOT_BYTES)
+            staging.write(key=key, source=counted(SLOT_BYTES, torch.uint8))
+    found: list[bool] = []
+    wait = FakeTicket.wait
+
+    def watched(ticket: FakeTicket) -> None:
+        if not ticket.finished:
+            found.append(lock._is_owned())  # type: ignore[attr-defined]
+        wait(ticket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTicket, "wait", watched)
+        with staging.turn(SLOT_BYTES):
+            assert lock._is_owned()  # type: ignore[attr-defined]
+            staging.free(staging.take(SLOT_BYTES, torch.uint8))
+    assert found == [False]
+    with lock:
+        assert isinstance(staging.turn(SLOT_BYTES), nullcontext)
+        staging.wait_writes()
+
+
+def test_a_turn_leaves_the_error_of_a_write_to_its_waiter(store: FakeStore) -> None:
+    lock = threading.RLock()
+    staging = make_staging(store, guard=Guard(lock))
+    store.reserve(key="a", nbytes=SLOT_BYTES)
+    store.failing.add(("write", "a"))
+    with lock:
+        for _ in range(len(staging)):
+            staging.write(key="a", source=counted(SLOT_BYTES, torch.uint8))
+    with staging.turn(SLOT_BYTES):
+        staging.free(staging.take(SLOT_BYTES, torch.uint8))
+    with lock, pytest.raises(StoreError, match="a failed"):
+        staging.wait_writes()

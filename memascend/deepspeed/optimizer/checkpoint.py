@@ -14,8 +14,10 @@ from typing import Any
 from memascend.checkpoint.source import CheckpointSource
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.choice import StepPath
+from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.restore import restore
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
+from memascend.runtime import Runtime
 
 
 class CheckpointHooks:
@@ -74,10 +76,17 @@ class CheckpointHooks:
         if self._loads_states:
             self._upstream.set_scaler(source.zero_states)
             optimizer_states, tensors = source.optimizer_states, source.tensors
-        runtime = self._attach().runtime
-        with runtime.lock:
-            restore(self._upstream, self._steps, runtime.staging, optimizer_states, tensors)
+        self._restore(optimizer_states, tensors)
         self._upstream.refresh_parameters()
+
+    @locked
+    def _restore(self, optimizer_states: dict[str, Any], tensors: Any) -> None:
+        restore(self._upstream, self._steps, self.runtime.staging, optimizer_states, tensors)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The model's runtime."""
+        return self._attach().runtime
 
     def load_weights(self, original: Callable[[], None]) -> None:
         """While a checkpoint is loaded, take its master weights; otherwise as DeepSpeed."""

@@ -9,15 +9,17 @@ gradient stream computes while it copies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import Attachment
-from memascend.deepspeed.optimizer.locked import locked
+from memascend.deepspeed.optimizer.locked import locked, with_lock
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.runtime import Runtime
@@ -29,7 +31,7 @@ from memascend.streaming.gradients.stream import GradientStream
 class StepSide(Protocol):
     """The step, as far as gradients concern it."""
 
-    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
+    def bypass_of(self, name: str, offset: int, *, replaces: bool) -> DriveBypass | None:
         """Return tile memory for a gradient of the coming step; None: write it to the drive."""
 
     def note_final(self, name: str, offset: int) -> None:
@@ -79,6 +81,9 @@ class FlatGradients:
         """Finish as DeepSpeed."""
         original()
 
+    def finish_pass(self) -> None:
+        """Do nothing: no gradient waits."""
+
     def verdict(self) -> torch.Tensor | None:
         """Return one element: inf if the flat buffer has a non-finite value, else 0.
 
@@ -89,6 +94,22 @@ class FlatGradients:
         if check is None or gradients is None:
             return None
         return gradients.new_tensor([float("inf") if check(gradients) else 0.0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A gradient of a micro-step, as the hook that brings it knows it."""
+
+    param: Any
+    position: tuple[int, int, int]  # sub-group, first element in it, elements
+    accumulates: bool  # whether it is added to the gradient before
+    is_final: bool  # whether the next step sees the result
+    narrow_dtype: torch.dtype | None  # in which it may wait on the drive to be added
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it is stored as it is, as the latest value."""
+        return not self.accumulates and (self.is_final or self.narrow_dtype is None)
 
 
 class StreamedGradients:
@@ -149,35 +170,74 @@ class StreamedGradients:
         for param, partition in zip(params, partitions, strict=True):
             if self._upstream.part_begin(param, param.partition_numel()) < param.ds_numel:
                 self._upstream.note_reduced(param)
-                with self.runtime.lock:  # other threads' hooks may read parameters
-                    self._put(param, partition.view(-1))
+                self._put(param, partition.view(-1))
                 if not get_accelerator().is_synchronized_device() and param.grad is not None:
                     param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
 
     def _put(self, param: Any, gradient: torch.Tensor) -> None:
-        number, offset, _ = self._upstream.position_of(param)
-        name = self._upstream.masters[number].ds_id
-        is_final = self._upstream.is_last_micro_step()
-        finished = None
+        """Leave a gradient to the thread that stores them; store it here if it cannot wait."""
+        upstream = self._upstream
+        gradient = gradient.to(upstream.accumulation_dtype)
+        arrival = _Arrival(
+            param=param,
+            position=upstream.position_of(param),
+            accumulates=upstream.micro_step != 0,
+            is_final=upstream.is_last_micro_step(),
+            narrow_dtype=self._narrow_dtype(param),
+        )
+        on_device = self.runtime.on_device
+        if self._steps.is_tiled and on_device.has_room(gradient.nbytes):
+            # On the stream of the hook, behind what reduced it.
+            squares = self._stream.squares_of(gradient) if arrival.replaces else None
+            if on_device.put(gradient, functools.partial(self._pass_on, arrival, squares)):
+                return
+        on_device.check()
+        # Other threads' hooks may read parameters.
+        with_lock(self.runtime, functools.partial(self._pass_on, arrival, None, gradient))
+
+    def _pass_on(
+        self, arrival: _Arrival, squares: torch.Tensor | None, gradient: torch.Tensor
+    ) -> None:
+        """Store a gradient in the stream, and note it if it is final.
+
+        Runs in the hook with the lock, or without it on the thread of `GradientsOnDevice`.
+        """
+        number, offset, _ = arrival.position
+        name, is_final = self._upstream.masters[number].ds_id, arrival.is_final
+        finished = bypass = None
         if is_final and not self._steps.is_tiled:
             finished = torch.empty_like(gradient, dtype=self._upstream.master_dtype)
+        if is_final:
+            with self.runtime.lock:
+                bypass = self._steps.bypass_of(name, offset, replaces=not arrival.accumulates)
         shard = self._stream.put(
             name,
             offset,
-            gradient.to(self._upstream.accumulation_dtype),
-            accumulate=self._upstream.micro_step != 0,
+            gradient,
+            accumulate=arrival.accumulates,
             final=is_final,
-            arrived=self._narrow_dtype(param),
+            arrived=arrival.narrow_dtype,
             result=finished,
-            bypass=self._steps.bypass_of(name, offset) if is_final else None,
+            bypass=bypass,
+            squares=squares,
         )
         if is_final:
-            self._note_norm(param, shard)
-            self._steps.note_final(name, offset)
+            self._note_norm(arrival.param, shard)
+            with self.runtime.lock:
+                self._steps.note_final(name, offset)
         if finished is not None:
             self._hand_over(number, offset, finished)
+
+    def finish_pass(self) -> None:
+        """Wait until no gradient waits on the device.
+
+        Raises:
+            StoreError: One could not be stored; other errors likewise.
+        """
+        self.runtime.on_device.wait()
+        self.runtime.on_device.check()
 
     def _narrow_dtype(self, param: Any) -> torch.dtype | None:
         """Return the dtype in which a gradient arrived, if DeepSpeed widens it to accumulate.
@@ -225,11 +285,11 @@ class StreamedGradients:
         target = master.grad.narrow(0, offset, gradient.numel())
         target.copy_(gradient, non_blocking=True)
 
+    @locked
     def verdict(self) -> torch.Tensor:
         """Return one element: finite exactly if all gradients are."""
+        total = self._stream.sum_of_squares()
         # DeepSpeed's flat buffer, which this replaces, is on this device.
-        with self.runtime.lock:
-            total = self._stream.sum_of_squares()
         return total.reshape(1).to(self._upstream.device)
 
 

@@ -122,7 +122,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def clear_backward_seen_flag(self) -> None:
         """Begin a forward pass; DeepSpeed has this hook since 0.18.5."""
-        reduce = super().independent_gradient_partition_epilogue
+        reduce = self._reduce_rest
         original = getattr(super(), "clear_backward_seen_flag", _do_nothing)
         self.passes.begin_forward(original, reduce)
 
@@ -136,7 +136,12 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def independent_gradient_partition_epilogue(self) -> None:
         """End a backward pass."""
-        self.passes.end_backward(super().independent_gradient_partition_epilogue)
+        self.passes.end_backward(self._reduce_rest)
+
+    def _reduce_rest(self) -> None:
+        """Reduce the gradients that buckets hold, and wait until all are stored."""
+        super().independent_gradient_partition_epilogue()
+        self.gradients.finish_pass()
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Store the reduced gradients of a bucket."""
@@ -277,6 +282,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().destroy()
         self.attachment.finish()
         runtime = self.attachment.runtime
+        runtime.on_device.close()
         runtime.background.close()
         swapper = self.upstream.state_swapper
         self.upstream.drop_buffers()

@@ -32,7 +32,7 @@ from memascend.deepspeed.optimizer.ahead import (
     check_gradients,
 )
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
-from memascend.deepspeed.optimizer.locked import locked
+from memascend.deepspeed.optimizer.locked import locked, with_lock
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
@@ -212,9 +212,8 @@ class TiledSteps:
     def create_master(self, number: int, original: Original) -> None:
         """Create the master weights of a sub-group from its parameters."""
         upstream = self._upstream
-        members = upstream.members(number)
         name, numel = upstream.masters[number].ds_id, upstream.numels[number]
-        self._groups.create(name, numel, members, self._advance)
+        self._groups.create(name, numel, upstream.members(number), self._advance)
 
     def initialize_states(self, original: Original) -> None:
         """Allocate nothing: gradients and moments begin as zeros, which need not be stored."""
@@ -263,9 +262,12 @@ class TiledSteps:
             self.current = self.current.following()
         return self.current
 
-    @locked
     def restart(self) -> None:
         """Begin another step, without gradients; a step in the background keeps its phase."""
+        self.runtime.on_device.abandon()
+        with_lock(self.runtime, self._restart)
+
+    def _restart(self) -> None:
         self._ahead.restart()
         self.current = self.current.following()
 
@@ -385,9 +387,8 @@ class TiledSteps:
         if not self.current.in_background:
             self._stream.drain()
         if self._overlaps:
-            # DeepSpeed would gather these now and wait for the walk; the next forward pass gathers
-            # them anyway. `_overlaps` is equal on all ranks, since a gather is a collective, while
-            # `in_background` may differ between ranks.
+            # DeepSpeed would gather these now and wait for the walk; the next forward pass does so
+            # anyway. A gather is a collective, and `_overlaps` is the same on all ranks.
             with self._upstream.gathering_nothing():
                 original()
         else:
@@ -411,16 +412,15 @@ class TiledSteps:
             StoreError: The step failed; raised once. The step is torn from its start on.
         """
         self.runtime.background.finish()
-        with self.runtime.lock:  # hooks begin early steps while another thread looks
-            self._ahead.close()
+        with_lock(self.runtime, self._ahead.close)
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
+    def bypass_of(self, name: str, offset: int, *, replaces: bool) -> DriveBypass | None:
         """Return tile memory for a gradient of the coming step; None: write it to the drive."""
         step = self._coming()
-        if (name, offset) in step.arrived and self._upstream.micro_step == 0:
-            self.restart()  # this backward pass replaces the previous one
+        if (name, offset) in step.arrived and replaces:
+            self._restart()  # this backward pass replaces the previous one
             step = self.current
         return self._ahead.bypass_of(step, name, offset)
 
@@ -448,8 +448,7 @@ class TiledSteps:
         """
         self.finish()
         self.current.check()
-        with self.runtime.lock:
-            self._groups.settle()
+        with_lock(self.runtime, self._groups.settle)
 
     def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
         """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""
@@ -462,6 +461,7 @@ class TiledSteps:
         """Prepare to replace all values; earlier errors are ignored."""
         with suppress(Exception):
             self.finish()
+        self.runtime.on_device.abandon()
         with suppress(Exception):
             self.drop_ahead(LOADED)
             self._stream.drain()

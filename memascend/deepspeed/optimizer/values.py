@@ -128,13 +128,17 @@ class TiledValues:
         flat = self._upstream.masters[number]
         self._finish_sub_group(flat.ds_id)
         gradient = torch.empty(numel, dtype=flat.dtype)
-        with self.runtime.lock:
-            self.runtime.gradients.get(flat.ds_id, offset, gradient)
-            self._steps.note_look()
+        self._get_gradient(flat.ds_id, offset, gradient)
         if not is_released:
             put_back = functools.partial(self.runtime.gradients.set, flat.ds_id, offset, gradient)
             self._put_back.call = put_back
         return gradient, number
+
+    @locked
+    def _get_gradient(self, name: str, offset: int, target: torch.Tensor) -> None:
+        self.runtime.on_device.check()  # else this would be the value of the pass before
+        self.runtime.gradients.get(name, offset, target)
+        self._steps.note_look()
 
     def state(
         self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
@@ -173,9 +177,12 @@ class TiledValues:
         put_back, self._put_back.call = self._put_back.call, None
         if put_back is not None:
             self._steps.finish()
-            with self.runtime.lock:
-                self._steps.drop_ahead("a value was set between backward and step()")
-                put_back()
+            self._put_back_value(put_back)
+
+    @locked
+    def _put_back_value(self, put_back: Callable[[], None]) -> None:
+        self._steps.drop_ahead("a value was set between backward and step()")
+        put_back()
 
     def update_gradients(
         self,

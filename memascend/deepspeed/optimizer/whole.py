@@ -132,7 +132,7 @@ class WholeSteps:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
+    def bypass_of(self, name: str, offset: int, *, replaces: bool) -> DriveBypass | None:
         """Return None: there are no tiles."""
         return None
 

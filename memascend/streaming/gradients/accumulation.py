@@ -61,6 +61,16 @@ class Window:
     device: torch.device
     gradients: list[StoredGradient] = field(default_factory=list)
 
+    def is_replaced_by(self, last: torch.Tensor | None) -> bool:
+        """Return whether the sum is the last gradient itself."""
+        return self.replaces and not self.gradients and last is not None
+
+    def chunks(self, slots: StagingSlots, bypass: DriveBypass | None) -> Iterable[tuple[int, int]]:
+        """Cut the sum into (begin, count) runs that fit a slot and lie in one tile of a bypass."""
+        if bypass is None:
+            return slots.chunks(self.numel, self.dtype.itemsize)
+        return bypass.chunks(self.numel, slots.slot_bytes // self.dtype.itemsize)
+
     def add_up(
         self,
         slots: StagingSlots,
@@ -83,9 +93,7 @@ class Window:
         """
         has_latest = latest is not None and not self.replaces
         stored = [latest, *self.gradients] if latest and has_latest else self.gradients
-        numel_max = slots.slot_bytes // self.dtype.itemsize
-        cut = slots.chunks(self.numel, self.dtype.itemsize)
-        chunks = list(cut if bypass is None else bypass.chunks(self.numel, numel_max))
+        chunks = list(self.chunks(slots, bypass))
         runs = (
             (one.key, begin * one.dtype.itemsize, count, one.dtype)
             for begin, count in chunks

@@ -51,7 +51,8 @@ SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
 class GradientStream:
     """Gradients by sub-group and offset. One thread at a time may call, which `guard` checks.
 
-    Calls that use no slots may be made by the step in the background without the lock.
+    Calls that use no slots may be made by the step in the background without the lock. The thread
+    that stores gradients calls `put` without it, and holds it while it uses slots or the store.
     """
 
     def __init__(
@@ -82,7 +83,6 @@ class GradientStream:
 
     # -- backward --------------------------------------------------------------------------------
 
-    @guarded
     def put(
         self,
         group: str,
@@ -94,6 +94,7 @@ class GradientStream:
         arrived: torch.dtype | None = None,
         result: torch.Tensor | None = None,
         bypass: DriveBypass | None = None,
+        squares: torch.Tensor | None = None,
     ) -> GradientShard:
         """Take the gradient of one shard; it may be overwritten on return, in stream order.
 
@@ -107,6 +108,7 @@ class GradientStream:
                 dtype it may wait on the drive to be added.
             result: Filled with the new value, if given; on any device, of any dtype.
             bypass: Host memory of tiles for parts of a final gradient, instead of the drive.
+            squares: `squares_of` a gradient that replaces the latest value, if known.
 
         Raises:
             StoreError: The drive failed.
@@ -123,8 +125,19 @@ class GradientStream:
         if final or result is not None:
             arrived = None  # the sum is needed now
         if arrived is None or not self._append(shard, window, gradient, arrived):
-            self._add_up(shard, window, gradient, final=final, result=result, bypass=bypass)
+            if result is None and window.is_replaced_by(gradient):
+                self._replace(shard, window, gradient, squares, final=final, bypass=bypass)
+            else:
+                with self._slots.turn(0):
+                    self._add_up(shard, window, gradient, final=final, result=result, bypass=bypass)
         return shard
+
+    def squares_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of squares of a gradient, 0-dim; None if no norms are needed."""
+        squares: torch.Tensor | None = None
+        for begin, count in self._slots.chunks(gradient.numel(), gradient.element_size()):
+            squares = self._add_squares(squares, gradient.narrow(0, begin, count))
+        return squares
 
     @guarded
     def make_final(self, group: str, offset: int) -> None:
@@ -302,15 +315,74 @@ class GradientStream:
         if len(window.gradients) == len(WINDOW_PLACES):
             return False
         # Reserve the sum now: a full drive is an error in this micro-step, not in a later one.
-        target = self._target(shard, window, final=True, anew=False)
-        if self._memory_of is not None and self._memory_of(key=target.key) >= gradient.nbytes:
-            return False  # the sum is in memory: adding causes no traffic
-        place = WINDOW_PLACES[len(window.gradients)]
-        stored = self._reserve(shard, place, window.numel, arrived)
-        self._slots.write(key=stored.key, source=gradient, dtype=arrived)
+        with self._slots.turn(0):
+            target = self._target(shard, window, final=True, anew=False)
+            if self._memory_of is not None and self._memory_of(key=target.key) >= gradient.nbytes:
+                return False  # the sum is in memory: adding causes no traffic
+            place = WINDOW_PLACES[len(window.gradients)]
+            stored = self._reserve(shard, place, window.numel, arrived)
+        for begin, count in self._slots.chunks(window.numel, arrived.itemsize):
+            self._write(stored, begin, gradient.narrow(0, begin, count))
         window.gradients.append(stored)
         shard.window = window
         return True
+
+    def _replace(
+        self,
+        shard: GradientShard,
+        window: Window,
+        gradient: torch.Tensor,
+        squares: torch.Tensor | None,
+        *,
+        final: bool,
+        bypass: DriveBypass | None,
+    ) -> None:
+        """Store a gradient as a shard's latest value; nothing is added to it."""
+        with self._slots.turn(0):
+            target = self._target(shard, window, final=final, anew=True)
+        bypassed = []
+        total: torch.Tensor | None = None
+        for begin, count in window.chunks(self._slots, bypass):
+            first, piece = shard.offset + begin, gradient.narrow(0, begin, count)
+            tile = None if bypass is None else bypass.find(first, count)
+            if tile is None:
+                self._write(target, begin, piece)
+            else:
+                tile.copy_(piece, non_blocking=True)
+                bypassed.append((first, count))
+            if squares is None:  # after the copy: the write need not wait for this
+                total = self._add_squares(total, piece)
+        self._note_latest(shard, target, total if squares is None else squares, final, bypassed)
+
+    def _write(self, stored: StoredGradient, begin: int, piece: torch.Tensor) -> None:
+        """Write elements that fit a slot, from `begin` on."""
+        with self._slots.turn(piece.numel() * stored.dtype.itemsize):
+            self._slots.write(
+                key=stored.key,
+                source=piece,
+                offset_bytes=begin * stored.dtype.itemsize,
+                dtype=stored.dtype,
+            )
+
+    def _add_squares(self, total: torch.Tensor | None, piece: torch.Tensor) -> torch.Tensor | None:
+        if self._sum_of_squares is None:
+            return None
+        squares = self._sum_of_squares(piece)
+        return squares if total is None else total + squares
+
+    def _note_latest(
+        self,
+        shard: GradientShard,
+        target: StoredGradient,
+        squares: torch.Tensor | None,
+        final: bool,
+        bypassed: list[tuple[int, int]],
+    ) -> None:
+        shard.latest, shard.window, shard.squares = target, None, squares
+        if final:
+            with self._slots.turn(0):
+                self._see(shard, target)
+            shard.bypassed = bypassed
 
     def _add_up(
         self,
@@ -335,9 +407,7 @@ class GradientStream:
                     if value is not staged or tile is not None:
                         (staged if tile is None else tile).copy_(value, non_blocking=True)
                     filled = self._slots.event_here()  # the write need not wait for work below
-                    if self._sum_of_squares is not None:
-                        part = self._sum_of_squares(value)
-                        squares = part if squares is None else squares + part
+                    squares = self._add_squares(squares, value)
                     if result is not None:
                         result.narrow(0, begin, count).copy_(value)
                 if tile is None:
@@ -345,10 +415,7 @@ class GradientStream:
                 else:
                     bypassed.append((first, count))
                     self._slots.give_back(staged)
-        shard.latest, shard.window, shard.squares = target, None, squares
-        if final:
-            self._see(shard, target)
-            shard.bypassed = bypassed
+        self._note_latest(shard, target, squares, final, bypassed)
 
     def _target(
         self, shard: GradientShard, like: Window, *, final: bool, anew: bool

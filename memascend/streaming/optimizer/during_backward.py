@@ -7,7 +7,7 @@ backward, it is enough to drop them.
 
 The gradients of a tile are copied into a block of host memory, not to the drive: the step consumes
 them. A tile holds a block while it waits for the rest of its gradients or for the drive. If no
-block is free, backward waits for a tile that is being stepped. If no block becomes free even so, or
+block is free, the caller waits for a tile that is being stepped. If none becomes free even so, or
 the tile is reserved for step(), its gradients are written to the drive.
 """
 

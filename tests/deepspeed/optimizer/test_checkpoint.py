@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from memascend.deepspeed.optimizer import checkpoint
 from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
 from memascend.errors import StoreError
+from tests.support.runtimes import stand_in
 
 ZERO_STATES = {"loss_scaler": "theirs", "dynamic_loss_scale": True, "overflow": False}
 FP32 = torch.float32
@@ -41,7 +41,7 @@ class Optimizer:
             loss_scaler="ours", reset_swap_buffers=lambda: note("parameters")
         )
         steps: Any = SimpleNamespace(finish=lambda: note("finish"), drop_ahead=note)
-        runtime = SimpleNamespace(staging=None, lock=threading.RLock())
+        runtime = stand_in(staging=None)
         attachment: Any = SimpleNamespace(runtime=runtime)
         self.hooks = CheckpointHooks(Upstream(self.stage3), lambda: attachment, steps)
 

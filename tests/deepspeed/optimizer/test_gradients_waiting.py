@@ -1,7 +1,9 @@
-"""Gradients that wait to be added up: in which dtype, until when, and who looks at them."""
+"""Gradients that wait: to be added up, in which dtype and until when; or on the device."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +11,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.base.interfaces import Device
+from memascend.errors import StoreFullError
+from memascend.memory.guard import Guard
+from memascend.streaming.gradients.on_device import GradientsOnDevice
 from tests.support.streamed_gradients import BF16, FP32, NUMELS, PLACES, Gradients, stock_unused
 
 
@@ -100,3 +106,100 @@ def test_a_gradient_that_upstream_has_not_cast_to_what_it_is_reduced_in_keeps_it
     optimizer.stage3.dtype = FP32  # as with autocast: then all are cast
     optimizer.arrive(1, value=0.5)
     assert itemsizes(optimizer, 1) == [4, 2]
+
+
+# -- on the device -------------------------------------------------------------------------------
+
+
+def with_room(**options: Any) -> Gradients:
+    """Gradients of a device that copies by itself, where all three may wait."""
+    optimizer = Gradients(**options)
+    device = Device(new_stream=lambda: nullcontext)
+    on_device = GradientsOnDevice(device, Guard(optimizer.lock))
+    on_device.room_bytes = 8 * sum(NUMELS)
+    optimizer.runtime.on_device = on_device
+    slots = optimizer.gradient_stream._slots
+    optimizer.gradient_stream.guard = slots.guard = Guard(optimizer.lock)
+    return optimizer
+
+
+def test_a_hook_returns_before_its_gradient_is_stored_and_the_pass_ends_after_it() -> None:
+    optimizer = with_room()
+    may_store = threading.Event()
+    bypass_of = optimizer.steps.bypass_of
+
+    def late(*arguments: Any, **keywords: Any) -> None:
+        assert may_store.wait(60)
+        return bypass_of(*arguments, **keywords)
+
+    optimizer.steps.bypass_of = late  # type: ignore[method-assign]
+    optimizer.arrive(1, value=3.0)
+    assert (optimizer.steps.final, optimizer.norms) == ([], {})
+    may_store.set()
+    optimizer.path.finish_pass()
+    assert optimizer.steps.final == [("0_1", PLACES[1][1])]
+    assert optimizer.norms[1].item() == pytest.approx((30 * 9.0) ** 0.5)
+    assert optimizer.runtime.on_device.bytes_peak == 2 * NUMELS[1]
+    with optimizer.lock:
+        assert optimizer.seen("0_1", 5030) == [0.0, 3.0]
+    optimizer.runtime.on_device.close()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_waits_on_the_device_is_added_up_as_without(dtype: torch.dtype) -> None:
+    """Micro-steps whose sums are stored each time, and whose gradients wait on the drive."""
+    optimizers = (with_room(dtype=dtype), Gradients(dtype=dtype))
+    for optimizer in optimizers:
+        for window in range(2):
+            for micro_step in range(3):
+                optimizer.stage3.micro_step_id = micro_step
+                optimizer.is_last = micro_step == 2
+                optimizer.arrive(2, 1, 0, value=1.0 + window + 2.0**-micro_step)
+                optimizer.path.finish_pass()
+    waited, alone = optimizers
+    for name, numel in (("0_1", 5030), ("2_2", 700)):
+        with waited.lock:
+            assert waited.seen(name, numel) == alone.seen(name, numel)
+    assert {i: norm.item() for i, norm in waited.norms.items()} == {
+        i: norm.item() for i, norm in alone.norms.items()
+    }
+    assert waited.runtime.on_device.bytes_peak > 0
+    waited.runtime.on_device.close()
+
+
+def test_the_thread_replaces_a_gradient_that_a_script_has_set() -> None:
+    """Its place on the drive is given up, which needs the lock."""
+    optimizer = with_room()
+    optimizer.arrive(1, value=3.0)
+    optimizer.path.finish_pass()
+    with optimizer.lock:
+        optimizer.gradient_stream.set("0_1", PLACES[1][1], torch.full((30,), 9.0))
+    optimizer.arrive(1, value=4.0)
+    optimizer.path.finish_pass()
+    with optimizer.lock:
+        assert optimizer.seen("0_1", 5030) == [0.0, 4.0]
+    optimizer.runtime.on_device.close()
+
+
+def test_a_gradient_larger_than_the_room_is_stored_by_its_hook_behind_the_others() -> None:
+    optimizer = with_room()
+    optimizer.runtime.on_device.room_bytes = 2 * NUMELS[1]
+    optimizer.arrive(1, 0)
+    assert [offset for _, offset in optimizer.steps.final] == [PLACES[1][1], PLACES[0][1]]
+    optimizer.runtime.on_device.close()
+
+
+def test_a_gradient_that_could_not_be_stored_fails_its_pass() -> None:
+    optimizer = with_room()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StoreFullError(28, "the drive is full")
+
+    optimizer.gradient_stream._store.reserve = refuse  # type: ignore[method-assign]
+    optimizer.arrive(1)
+    with pytest.raises(StoreFullError, match="is full"):
+        optimizer.path.finish_pass()
+    assert (optimizer.steps.final, optimizer.norms) == ([], {})
+    with pytest.raises(StoreFullError, match="is full"):
+        optimizer.arrive(2)
+    optimizer.runtime.on_device.close()

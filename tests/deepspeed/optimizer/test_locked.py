@@ -18,6 +18,7 @@ from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.memory.guard import Guard
 from tests.support import streamed_gradients
+from tests.support.runtimes import stand_in
 from tests.support.tiled_optimizer import NAMES, Tiled, stock_unused
 from tests.support.tiled_training import gradients
 
@@ -36,7 +37,7 @@ def test_a_method_holds_the_lock_while_it_runs_and_not_afterwards() -> None:
     guard = Guard(lock)
 
     class Owner:
-        runtime: Any = SimpleNamespace(lock=lock)
+        runtime: Any = stand_in(lock)
 
         @locked
         def call(self, number: int, *, more: int) -> int:

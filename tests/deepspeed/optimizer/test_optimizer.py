@@ -51,6 +51,7 @@ def in_backward() -> Any:
     optimizer.fp16_groups, optimizer.ipg_buckets = [[param]], {torch.bfloat16: bucket}
     optimizer._backward_hook_state = BackwardHookStateManager()
     optimizer.micro_step_id = 0
+    optimizer.gradients.finish_pass = lambda: None  # there is no runtime
     return optimizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.values import WholeValues, set_local_gradient, set_local_state
+from tests.support.runtimes import stand_in
 
 
 class Stage3(SimpleNamespace):
@@ -83,7 +83,7 @@ def test_a_part_of_a_buffer_that_is_free_again_is_copied(
     kind: str, number: int, is_released: bool, is_copy: bool
 ) -> None:
     part = torch.arange(4.0)
-    attachment: Any = SimpleNamespace(runtime=SimpleNamespace(lock=threading.RLock()))
+    attachment: Any = SimpleNamespace(runtime=stand_in())
     values = WholeValues(Upstream(Stage3(part, number)), lambda: attachment)
     given: list[Any] = []
 

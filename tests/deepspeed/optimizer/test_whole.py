@@ -24,6 +24,7 @@ from memascend.deepspeed.optimizer import whole
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import StoreError, TornStepError
+from tests.support.runtimes import stand_in
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 FP32 = torch.float32
@@ -38,7 +39,7 @@ class Attachment:
         store = memory_store()
         slots = staging_slots(store)
         lock = threading.RLock()
-        self.runtime = SimpleNamespace(store=store, io=store, staging=slots, lock=lock)
+        self.runtime = stand_in(lock, store=store, io=store, staging=slots)
         self.served: list[str | None] = []
         self._folder = folder
 
