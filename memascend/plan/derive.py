@@ -40,12 +40,6 @@ __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive
 
 #: Without a stated limit, take at most this share of the free memory.
 DEFAULT_SHARE = 0.5
-#: Orders in which streams may get memory under a limit: the one that moves least is taken.
-_ORDERS = (
-    (GRADIENTS, PARAMETERS, MASTER, STATE),  # sums of several micro-steps
-    (PARAMETERS, GRADIENTS, MASTER, STATE),
-    (PARAMETERS, MASTER, STATE, GRADIENTS),  # gradients of early tiles never reach the drive
-)
 #: On the drive with verification: the most bytes that rounding keys up adds.
 ROUNDING = "rounding up to whole grains"
 #: On the drive if the step begins during backward: a second copy of the values that it changes.
@@ -121,8 +115,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     # If a knob had to shrink, less than one step of a knob is left: no cache.
     if rest_bytes is not None and knobs == choose_knobs(shapes, request, None):
         room_bytes = page_down(rest_bytes - sum(host.values()))
-        orders = _ORDERS if request.gradient_accumulation_steps > 1 else _ORDERS[1:]
-        choices = [_resident(totals, order, room_bytes) for order in orders]
+        choices = [_resident(totals, order, room_bytes) for order in _orders(request)]
         resident = min(choices, key=lambda one: _moved(shapes, request, totals, one, knobs))
     host[RESIDENT_CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
     if in_cpu_bytes:
@@ -182,6 +175,16 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
         MASTER: learning * request.master_itemsize,
         STATE: learning * request.states_bytes,
     }
+
+
+def _orders(request: PlanRequest) -> list[tuple[str, ...]]:
+    """Return the orders in which streams may get memory under a limit."""
+    orders: list[tuple[str, ...]] = [(PARAMETERS, GRADIENTS, MASTER, STATE)]
+    if request.gradient_accumulation_steps > 1:  # sums are read and written in each micro-step
+        orders.insert(0, (GRADIENTS, PARAMETERS, MASTER, STATE))
+    if request.during_backward:  # gradients of tiles that are stepped then never reach the drive
+        orders.append((PARAMETERS, MASTER, STATE, GRADIENTS))
+    return orders
 
 
 def _resident(totals: Mapping[str, int], order: Sequence[str], room_bytes: int) -> dict[str, int]:
