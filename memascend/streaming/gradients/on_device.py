@@ -121,9 +121,10 @@ class GradientsOnDevice:
         with suppress(RuntimeError):  # the interpreter ends, and has waited for the thread
             # Behind all of them, also one whose future was lost by Ctrl-C.
             self._get_thread().submit(_do_nothing).result()
-        for one in waiting:
-            with suppress(ValueError):  # a hook has removed it
-                self._waiting.remove(one)
+        with self._guard.lock:  # hooks add and remove, too
+            for one in waiting:
+                with suppress(ValueError):  # a hook has removed it
+                    self._waiting.remove(one)
 
     def abandon(self) -> None:
         """Drop the gradients that wait, and errors."""
@@ -146,11 +147,13 @@ class GradientsOnDevice:
     @property
     def held_bytes(self) -> int:
         """Device bytes of the gradients that wait now."""
-        return sum(one.nbytes for one in self._waiting if one.gradient is not None)
+        # A copy, made at once: hooks of another thread may add one meanwhile.
+        return sum(one.nbytes for one in tuple(self._waiting) if one.gradient is not None)
 
     def _wait_for_room(self, nbytes: int) -> None:
         while self.held_bytes + nbytes > self.room_bytes:
-            oldest = next((one for one in self._waiting if one.gradient is not None), None)
+            waiting = tuple(self._waiting)
+            oldest = next((one for one in waiting if one.gradient is not None), None)
             if oldest is None or oldest.future is None:
                 self.wait()
             else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +56,31 @@ def waiting(stored: Stored) -> Iterator[GradientsOnDevice]:
     yield found
     stored.gate.set()
     found.close()
+
+
+def test_the_queue_changes_under_the_lock_alone(waiting: GradientsOnDevice, stored: Stored) -> None:
+    """A hook that looks for what is stored would otherwise remove a gradient that waits."""
+
+    class Watched(deque[Any]):
+        def append(self, one: Any) -> None:
+            assert waiting._guard.is_held()
+            super().append(one)
+
+        def popleft(self) -> Any:
+            assert waiting._guard.is_held()
+            return super().popleft()
+
+        def remove(self, one: Any) -> None:
+            assert waiting._guard.is_held()
+            super().remove(one)
+
+    waiting._waiting = Watched()
+    stored.gate.set()
+    for value in range(4):
+        assert waiting.put(gradient(value), stored.store)
+    waiting.wait()
+    assert waiting.is_quiet()
+    assert stored.values == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_hook_goes_on_while_its_gradient_waits(
