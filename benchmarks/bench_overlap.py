@@ -79,63 +79,71 @@ DRIVE_ROUNDS = 3
 
 
 def run(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Trains each model with all contenders, in turns."""
+    """Trains each model with all contenders, in turns; with --beside, two models with memascend."""
     size = "small" if options.small else "large"
-    accelerator = "sim" if options.emulated else "cpu"
     idle = Sleeping(*(options.size or SIZES[size]))
     circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
+    compare, computes = beside_stock, COMPUTE[size]
+    if options.beside is not None:
+        compare, computes = beside_another, (1.0,)
     with Transfers(idle.numel, options.directory) as transfers:
         drive_s = median_of([time_drive(transfers) for _ in range(DRIVE_ROUNDS)])
-        for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
+        for name, model in models(idle, drive_s, options.layer_ms, computes).items():
             for clipping in CLIPPING[size] if options.clipping is None else options.clipping:
-                runs = contenders_of(model, clipping, options.directory, accelerator)
-                steps, drives = take_steps(runs, ROUNDS[size], transfers)
-                bounds = [bounds_of(model, drive) for drive in drives]
-                least = [least_of(model, drive) for drive in drives]
-                losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
                 case = f"{name}, clip {clipping:g}"
-                found = {f"{p}_s": harness.spread([one[p] for one in bounds]) for p in bounds[0]}
-                yield harness.Row("overlap", case, BOUND, found)
-                config = {
-                    "model": model.shape,
-                    "accelerator": accelerator,
-                    "clipping": clipping,
-                    "drive_s": median_of(drives),
-                    "losses_equal": len(losses) == 1,
-                }
-                for contender, taken in steps.items():
-                    least_s = [one[contender] for one in least if contender in one]
-                    found = figures(taken, steps[STOCK], bounds, least_s)
+                for contender, found, config in compare(model, clipping, transfers, options):
                     yield harness.Row("overlap", case, contender, found, config, circumstances)
 
 
-def run_beside(options: argparse.Namespace) -> Iterator[harness.Row]:
+#: A contender, its figures, and the setting.
+Found = tuple[str, dict[str, Any], dict[str, Any]]
+
+
+def beside_stock(
+    model: Sleeping, clipping: float, transfers: Transfers, options: argparse.Namespace
+) -> Iterator[Found]:
+    """Trains one model with all contenders."""
+    accelerator, rounds = accelerator_and_rounds(options)
+    runs = contenders_of(model, clipping, options.directory, accelerator)
+    steps, drives = take_steps(runs, rounds, transfers)
+    bounds = [bounds_of(model, drive) for drive in drives]
+    least = [least_of(model, drive) for drive in drives]
+    losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
+    config = {
+        "model": model.shape,
+        "accelerator": accelerator,
+        "clipping": clipping,
+        "drive_s": median_of(drives),
+        "losses_equal": len(losses) == 1,
+    }
+    yield BOUND, {f"{p}_s": harness.spread([one[p] for one in bounds]) for p in bounds[0]}, {}
+    for contender, taken in steps.items():
+        least_s = [one[contender] for one in least if contender in one]
+        yield contender, figures(taken, steps[STOCK], bounds, least_s), config
+
+
+def beside_another(
+    model: Sleeping, clipping: float, transfers: Transfers, options: argparse.Namespace
+) -> Iterator[Found]:
     """Trains two models of equal bytes and compute, in few large layers and in many small ones."""
-    size = "small" if options.small else "large"
-    accelerator = "sim" if options.emulated else "cpu"
-    idle = Sleeping(*(options.size or SIZES[size]))
-    circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
-    with Transfers(idle.numel, options.directory) as transfers:
-        drive_s = median_of([time_drive(transfers) for _ in range(DRIVE_ROUNDS)])
-        (model,) = models(idle, drive_s, options.layer_ms, (1.0,)).values()
-        both = [model, beside(model, *options.beside)]
-        for clipping in CLIPPING[size] if options.clipping is None else options.clipping:
-            runs = [
-                replace(run, name=f"{run.name}, {layout(one)}")
-                for one in both
-                for run in contenders_of(one, clipping, options.directory, accelerator)
-                if run.name not in (STOCK, PIPELINED)
-            ]
-            steps, drives = take_steps(runs, ROUNDS[size], transfers)
-            bounds = [bounds_of(model, drive) for drive in drives]
-            for name, taken in steps.items():
-                other = name.replace(layout(both[0]), layout(both[1]))
-                found = figures(taken, steps[other], bounds)
-                found["training_to_beside"] = found.pop("training_to_stock")
-                config = {"accelerator": accelerator, "clipping": clipping}
-                yield harness.Row(
-                    "overlap", f"clip {clipping:g}", name, found, config, circumstances
-                )
+    accelerator, rounds = accelerator_and_rounds(options)
+    both = [model, beside(model, *options.beside)]
+    runs = [
+        replace(run, name=f"{run.name}, {layout(one)}")
+        for one in both
+        for run in contenders_of(one, clipping, options.directory, accelerator)
+        if run.name not in (STOCK, PIPELINED)
+    ]
+    steps, drives = take_steps(runs, rounds, transfers)
+    bounds = [bounds_of(model, drive) for drive in drives]
+    for name, taken in steps.items():
+        found = figures(taken, steps[name.replace(*map(layout, both))], bounds)
+        found["training_to_beside"] = found.pop("training_to_stock")
+        yield name, found, {"accelerator": accelerator, "clipping": clipping}
+
+
+def accelerator_and_rounds(options: argparse.Namespace) -> tuple[str, int]:
+    return "sim" if options.emulated else "cpu", ROUNDS["small" if options.small else "large"]
 
 
 def beside(model: Sleeping, layers: int, width: int) -> Sleeping:
@@ -339,7 +347,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     with drive_rate(options.directory, options.drive_rate):
-        rows = harness.collect(run(options) if options.beside is None else run_beside(options))
+        rows = harness.collect(run(options))
     for part in (*PHASES, "training"):
         harness.report("overlap", f"{QUESTION}: {part}", table_rows(rows, part), None)
     harness.write("overlap", rows, options.out)

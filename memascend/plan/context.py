@@ -50,7 +50,6 @@ NORM_NUMEL, FP64_BYTES = 250_000_000, 8
 # Components of device memory.
 GATHERED = "parameters gathered (estimate)"
 RELEASED = "parameters let go, kernels queued"
-WAITING = WAITING_GRADIENTS
 BUCKET = "reduce bucket"
 CHECKPOINTS = "checkpoints, one for each layer"
 SAVED = "saved activations (estimate)"
@@ -228,7 +227,7 @@ class Training:
         # Not a moment: torch keeps the memory for the stream on which gradients are reduced.
         return {
             RELEASED: self._released_bytes(device_bytes),
-            WAITING: self.ours.gradient_room_bytes,
+            WAITING_GRADIENTS: self.ours.gradient_room_bytes,
         }
 
     def _released_bytes(self, device_bytes: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from memascend.base.components import WAITING_GRADIENTS
 from memascend.base.units import GIB, MIB
 from memascend.config.block import ActivationConfig
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
@@ -29,7 +30,6 @@ from memascend.plan.context import (
     STOCK_ALL,
     STOCK_CHECKPOINTS,
     STOCK_ON_HOST,
-    WAITING,
     WAYS,
     DeviceSettings,
     widths_of,
@@ -151,10 +151,10 @@ def test_the_largest_gradient_is_reduced_where_it_is() -> None:
 
 def test_gradients_that_wait_are_ours_and_on_the_device() -> None:
     device = training().plan(OURS_CHECKPOINTS, 1).device
-    assert device[WAITING] == training().ours.gradient_room_bytes > 400 << 20
-    assert WAITING not in training().plan(STOCK_CHECKPOINTS, 1).device
+    assert device[WAITING_GRADIENTS] == training().ours.gradient_room_bytes > 400 << 20
+    assert WAITING_GRADIENTS not in training().plan(STOCK_CHECKPOINTS, 1).device
     request = PlanRequest(gradient_room_bytes=0)
-    assert training(request=request).plan(OURS_CHECKPOINTS, 1).device[WAITING] == 0
+    assert training(request=request).plan(OURS_CHECKPOINTS, 1).device[WAITING_GRADIENTS] == 0
 
 
 def test_gradients_of_a_layer_fill_the_bucket_and_are_copied_once() -> None:
