@@ -56,6 +56,7 @@ class SavingFolder:
         #: The tag to save under, in place of the given one.
         self.tag = str(self.path.relative_to(self._save_dir))
         self._lock: int | None = None
+        self._is_begun = False
 
     def begin(self) -> None:
         """Remove leftovers of killed saves, and create the working folder.
@@ -69,13 +70,18 @@ class SavingFolder:
             _clean(self._parent)
             try:
                 self.path.mkdir()
+                self._is_begun = True
+                self._lock = _try_lock(_lock_of(self.path), _RELEASE_S)
             except FileExistsError as error:
                 raise CheckpointError(
                     f"cannot save to {self.target}: {self.path} exists. Likely cause: another run "
                     "is saving there. Give each run a folder of its own; if there is no other, "
                     "remove it"
                 ) from error
-            self._lock = _try_lock(_lock_of(self.path), _RELEASE_S)
+            except BaseException:  # a signal's handler raised: the folder may be there
+                self.abandon()
+                _clean(self._parent)
+                raise
 
     def publish(self) -> None:
         """Sync the folders and move the checkpoint to its target. Files must be synced already.
@@ -92,13 +98,16 @@ class SavingFolder:
             else:
                 os.rename(self.path, self.target)
                 sync(self._parent)
+        self._is_begun = False
         self._unlock()
 
     def abandon(self) -> None:
         """Remove the working folder if the save did not complete."""
-        if self._lock is not None or self.path.is_dir():
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._unlock()
+        try:
+            if self._is_begun:
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            self._unlock()
 
     def _keep_others(self) -> None:
         """Copy files that do not belong to a checkpoint from the old folder into the new one."""
@@ -157,9 +166,11 @@ def _clean(parent: Path) -> None:
         lock = _try_lock(_lock_of(left))
         if lock is None:
             continue
-        if _is_own(left):  # the lock of another user cannot be tested
-            shutil.rmtree(left, ignore_errors=True)
-        release_lock_file(lock, _lock_of(left))
+        try:
+            if _is_own(left):  # the lock of another user cannot be tested
+                shutil.rmtree(left, ignore_errors=True)
+        finally:
+            release_lock_file(lock, _lock_of(left))
 
 
 def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:

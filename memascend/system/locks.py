@@ -35,28 +35,43 @@ def take_lock_file(path: Path, seconds: float) -> int | None:
     """Take the lock of a file that exists only while a process holds the lock, or was killed.
 
     The descriptor is for `release_lock_file`; None if another process holds it for so many seconds.
+    A signal's handler may raise at any moment, of Ctrl-C or one that exits: no file is left then.
 
     Raises:
         OSError: The file system does not support locks, or the path is not this user's own file.
     """
-    end = monotonic() + seconds
+    try:
+        return _take(path, monotonic() + seconds)
+    except Exception:
+        raise
+    except BaseException:  # also while the file was created: its descriptor is lost
+        with suppress(OSError):
+            if (descriptor := _take(path, monotonic())) is not None:
+                release_lock_file(descriptor, path)
+        raise
+
+
+def release_lock_file(descriptor: int, path: Path) -> None:
+    """Remove the file, then release the lock; a waiting process then creates a new file."""
+    try:
+        _remove_name(descriptor, path)
+    except BaseException:  # a signal's handler raised before the file was removed
+        _remove_name(descriptor, path)
+        raise
+    finally:
+        # A child that another thread forked may have the descriptor, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _take(path: Path, end: float) -> int | None:
     while True:
         descriptor = _open_own(path)
         if descriptor is not None and _lock_or_close(descriptor, path, end - monotonic()):
             return descriptor
         if monotonic() > end:
             return None
-
-
-def release_lock_file(descriptor: int, path: Path) -> None:
-    """Remove the file, then release the lock; a waiting process then creates a new file."""
-    with suppress(OSError):
-        if _is_named(descriptor, path):
-            path.unlink()
-    # A child that another thread forked may have the descriptor, and would keep the lock.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
 
 
 def _open_own(path: Path) -> int | None:
@@ -93,6 +108,12 @@ def _lock_or_close(descriptor: int, path: Path, seconds: float) -> bool:
         if not is_taken:
             os.close(descriptor)
     return is_taken
+
+
+def _remove_name(descriptor: int, path: Path) -> None:
+    with suppress(OSError):
+        if _is_named(descriptor, path):
+            path.unlink()
 
 
 def _is_named(descriptor: int, path: Path) -> bool:

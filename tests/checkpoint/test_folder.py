@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,9 +131,45 @@ def test_the_working_folder_of_a_living_save_is_left_alone(tmp_path: Path) -> No
     first.begin()
     SavingFolder(str(tmp_path), "b").begin()
     assert first.path.is_dir()
+    second = SavingFolder(str(tmp_path), "a")
     with pytest.raises(CheckpointError, match="another run is saving"):
-        SavingFolder(str(tmp_path), "a").begin()
+        second.begin()
+    second.abandon()
+    assert first.path.is_dir()
     first.abandon()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "fstat", "flock"])
+def test_a_save_that_is_told_to_end_while_it_begins_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The handler of a signal, as one that exits, runs when a call returns."""
+    owner: Any = fcntl if call == "flock" else os
+    original = getattr(owner, call)
+    left = 0
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal left
+        result = original(*arguments, **keywords)
+        left -= 1
+        if left == -1:
+            raise SystemExit
+        return result
+
+    monkeypatch.setattr(owner, call, interrupted)
+    for times in range(100):
+        left = times
+        saving = SavingFolder(str(tmp_path), "a")
+        try:
+            saving.begin()
+        except SystemExit:
+            saving.abandon()
+            assert list(tmp_path.iterdir()) == []
+        else:
+            break
+    monkeypatch.undo()
+    saving.abandon()
+    assert 0 < times < 99
 
 
 def test_the_lock_of_a_dead_process_binds_nobody(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class _Interrupt:
         name = frame.f_code.co_filename
         if not name.startswith(OURS) or frame.f_code.co_name in (*LOCKING, FINALIZING):
             return None
-        line = linecache.getline(name, frame.f_lineno).strip()
+        line = linecache.getline(name, frame.f_lineno).partition("#")[0].strip()
         # A tracer sees a block's first line again when an exception leaves the block, at which no
         # signal is looked for; and what is raised there leaves the exception to the thread.
         if event == "line" and line not in LOCKED and not (self.places and line.startswith(BLOCK)):

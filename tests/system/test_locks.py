@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from memascend.system import locks
 from memascend.system.locks import lock_within, release_lock_file, take_lock_file
 
 
@@ -109,6 +112,35 @@ def test_a_lock_file_of_another_user_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(PermissionError):
         take_lock_file(path, 0)
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "stat", "flock", "monotonic"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_file_is_left_where_the_handler_of_a_signal_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, count: int
+) -> None:
+    """Handlers run when a call returns; its result is lost then."""
+    path = tmp_path / "lock"
+    owner: Any = {"flock": fcntl, "monotonic": locks}.get(call, os)
+    original = getattr(owner, call)
+    calls = 0
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(*arguments, **keywords)
+        if calls == count:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, call, interrupted)
+    with suppress(KeyboardInterrupt):
+        descriptor = take_lock_file(path, 0)
+        assert descriptor is not None
+        release_lock_file(descriptor, path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    assert calls >= count or (call, count) == ("open", 2)
 
 
 def test_many_threads_never_have_one_lock_file_at_once(tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ def _save(
     folder = SavingFolder(save_dir, tag)
     _check_same_tag(engine, tag)
     with explained(folder):
-        on_every_rank(lambda: folder.begin() if leads else None)
         try:
+            on_every_rank(lambda: folder.begin() if leads else None)
             with optimizer.checkpoint.active():
                 save_as(tag=folder.tag, save_latest=False)
             on_every_rank(lambda: write_rank(engine, folder, rank, leads=leads))
