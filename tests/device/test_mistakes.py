@@ -35,6 +35,8 @@ CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
     # Which gathers begin late depends on the drive: one step may show nothing.
     "slot_back_before_gather_copy": replace(FEW_SLOTS, steps=4),
     "gather_event_on_default_stream": replace(FEW_SLOTS, steps=4),
+    # Which events are held at once depends on the host's threads: missed once in eight.
+    "event_used_again_while_it_is_held": replace(FEW_SLOTS, steps=4),
     "steps_on_device_0": EARLY,
     "gather_on_any_stream": TRAINING,
 }
