@@ -139,6 +139,34 @@ class ActivationConfig(Section):
     )
 
 
+class MicroBatchConfig(Section):
+    """One pass per step: a layer computes the batch in slices while its weights stay gathered."""
+
+    count: int | None = Field(
+        None, ge=1, le=1 << 20, description="slices of a batch, each at least one sequence"
+    )
+    sequences: int | None = Field(
+        None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> MicroBatchConfig:
+        if (self.count is None) == (self.sequences is None):
+            raise ValueError(
+                f"{BLOCK_KEY}.micro_batches needs either count or sequences, got count="
+                f"{self.count} and sequences={self.sequences}. Write for instance "
+                '{"micro_batches": {"count": 8}}'
+            )
+        return self
+
+    def slices_of(self, batch: int) -> int:
+        """Return the number of slices of a batch of so many sequences."""
+        if self.count is not None:
+            return max(1, min(self.count, batch))
+        assert self.sequences is not None
+        return max(1, -(-batch // self.sequences))
+
+
 class HeapConfig(Section):
     """With glibc's malloc the memory of tensors that torch and DeepSpeed have freed goes back."""
 
@@ -206,6 +234,9 @@ class MemAscendConfig(Section):
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
     activations: ActivationConfig = ActivationConfig()
+    micro_batches: MicroBatchConfig | None = Field(
+        None, description="left out: a layer computes the whole batch at once"
+    )
     heap: HeapConfig = HeapConfig()
     wear: WearConfig = WearConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
