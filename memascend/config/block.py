@@ -148,6 +148,9 @@ class MicroBatchConfig(Section):
     sequences: int | None = Field(
         None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"
     )
+    head: bool = Field(
+        True, description="off: the head computes the whole batch, and its logits can be read"
+    )
 
     @model_validator(mode="after")
     def _check_one(self) -> MicroBatchConfig:

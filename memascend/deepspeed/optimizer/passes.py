@@ -151,6 +151,8 @@ class PassHooks:
         self._upstream, self._restart = upstream, restart
         #: The passes so far.
         self.passes = BackwardPasses()
+        #: Puts gradients into buckets that wait for the end of a pass.
+        self.deliver_late: Callable[[], None] = _do_nothing
 
     def begin_forward(self, original: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Begin a forward pass; drop the gradients of a backward pass that an error aborted.
@@ -215,6 +217,7 @@ class PassHooks:
             IncompleteGradientError: A pass inside this one failed, and the script continued.
         """
         with self.passes.ending():
+            self.deliver_late()
             if self.passes.is_inner:
                 self._keep(reduce)
                 return
@@ -256,6 +259,10 @@ class PassHooks:
         self.passes.check()
         if self._upstream.has_unreduced():
             raise IncompleteGradientError  # DeepSpeed would drop them and use older ones
+
+
+def _do_nothing() -> None:
+    """Stand for no gradients that wait."""
 
 
 def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:

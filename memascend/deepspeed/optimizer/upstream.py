@@ -429,6 +429,24 @@ class Upstream:
         """Return whether gradients wait in buckets to be reduced."""
         return any(bucket.params for bucket in self._stage3.ipg_buckets.values())
 
+    def expect_reduction(self) -> None:
+        """Have DeepSpeed reduce at the end of the running graph, not of one inside it."""
+        older_releases.expect_reduction(self._stage3)
+
+    def reduce(self, param: Any) -> None:
+        """Put a parameter's gradient into a bucket, as DeepSpeed's own hook does."""
+        self._stage3.reduce_ready_partitions_and_remove_grads(param)
+
+    def is_in_bucket(self, param: Any) -> bool:
+        """Return whether a parameter's gradient waits in a bucket to be reduced."""
+        buckets = self._stage3.ipg_buckets.values()
+        return any(param is one for bucket in buckets for one in bucket.params)
+
+    def widen_gradient(self, param: Any) -> None:
+        """Have autograd add up a parameter's gradient in the dtype of accumulation."""
+        if param.dtype != self.accumulation_dtype and hasattr(param, "grad_dtype"):
+            param.grad_dtype = self.accumulation_dtype
+
     def drop_unreduced(self) -> None:
         """Drop gradients that wait to be reduced, and those of all parameters."""
         for bucket in self._stage3.ipg_buckets.values():

@@ -188,6 +188,28 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.monitor.engine:wrap_step",
     ),
     Seam(
+        "release of a parameter",
+        f"{_ZERO}.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.__release_param",
+        "the weights of a layer stay gathered until its last slice",
+        f"{_OURS}.slices.held:wrap_release",
+    ),
+    *(
+        Seam(
+            name.replace("_", " "),
+            f"{_ZERO}.parameter_offload",
+            f"DeepSpeedZeRoOffload.{name}",
+            "a module is fetched and released once for all slices of its layer",
+            f"{_OURS}.slices.held:{wrapper}",
+        )
+        for name, wrapper in (
+            ("pre_sub_module_forward_function", "wrap_before"),
+            ("post_sub_module_forward_function", "wrap_after"),
+            ("pre_sub_module_backward_function", "wrap_before"),
+            ("post_sub_module_backward_function", "wrap_after"),
+        )
+    ),
+    Seam(
         "checkpoint inputs",
         "deepspeed.runtime.activation_checkpointing.checkpointing",
         "_get_cpu_offload_engine",

@@ -1,0 +1,1 @@
+"""Slices of the batch around DeepSpeed's engine: weights stay gathered, gradients come once."""

@@ -1,0 +1,104 @@
+"""Weights that stay gathered while a layer computes its slices.
+
+DeepSpeed releases a module's weights behind the module. Meanwhile this notes the weights instead,
+and they are released behind the last slice. Modules in later slices are hidden from DeepSpeed, so
+that its trace is that of one checkpointed layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+#: Releases a parameter; DeepSpeed's own method.
+Release = Callable[..., None]
+
+
+class HeldParameters:
+    """The parameters of the layer that computes now; at most one layer of a process at a time."""
+
+    def __init__(self) -> None:
+        """Hold none."""
+        self._held: frozenset[int] = frozenset()  # ids of parameters
+        self._asked: list[tuple[Release, Any, tuple[Any, ...]]] = []
+        self._fetched: set[int] = set()  # ds_ids of modules that ran in the first slice
+        self._number = 0
+
+    @contextmanager
+    def holding(self, params: list[Any]) -> Iterator[Callable[[int], None]]:
+        """Within the context parameters stay gathered; the value notes the number of a slice."""
+        outer = self._held, self._asked, self._fetched, self._number
+        self._held, self._asked = frozenset(map(id, params)), []
+        self._fetched, self._number = set(), 0
+        try:
+            yield functools.partial(setattr, self, "_number")
+        finally:
+            asked = self._asked
+            self._held, self._asked, self._fetched, self._number = outer
+            for release, coordinator, arguments in asked:
+                release(coordinator, *arguments)
+
+    def keeps(self, release: Release, coordinator: Any, param: Any, *rest: Any) -> bool:
+        """Return whether a parameter is held; it is released later then."""
+        if id(param) not in self._held:
+            return False
+        self._asked.append((release, coordinator, (param, *rest)))
+        return True
+
+    def hides(self, module: nn.Module) -> bool:
+        """Return whether DeepSpeed has fetched a module in the first slice, and keeps it."""
+        if not self._held:
+            return False
+        if self._number == 0:
+            self._fetched.add(module.ds_id)
+            return False
+        return module.ds_id in self._fetched and all(
+            id(param) in self._held
+            for param in parameter_offload.iter_params(module, recurse=z3_leaf_module(module))
+        )
+
+
+#: DeepSpeed's hooks have no object of ours at hand.
+held = HeldParameters()
+
+
+def wrap_release(original: Release) -> Release:
+    """Wrap PartitionedParameterCoordinator.__release_param."""
+
+    @functools.wraps(original)
+    def release(coordinator: Any, param: Any, *rest: Any) -> None:
+        if not held.keeps(original, coordinator, param, *rest):
+            original(coordinator, param, *rest)
+
+    return release
+
+
+def wrap_before(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a hook of DeepSpeedZeRoOffload that runs before a module, forward or backward."""
+    is_forward = original.__name__.startswith("pre_sub_module_forward")
+
+    @functools.wraps(original)
+    def before(self: Any, module: nn.Module) -> None:
+        if not held.hides(module):
+            original(self, module)
+        elif is_forward:
+            parameter_offload.FWD_MODULE_STACK.append(module)  # another hook removes it
+
+    return before
+
+
+def wrap_after(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a hook of DeepSpeedZeRoOffload that runs behind a module, forward or backward."""
+
+    @functools.wraps(original)
+    def after(self: Any, module: nn.Module) -> None:
+        if not held.hides(module):
+            original(self, module)
+
+    return after

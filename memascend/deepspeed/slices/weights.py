@@ -1,0 +1,109 @@
+"""The weights of a call in slices, between autograd and DeepSpeed.
+
+Autograd adds the gradients of the slices to `param.grad`. DeepSpeed's hook behind that addition
+takes a gradient only if it is ready: `ds_grad_is_ready`, which DeepSpeed has for its own tiled
+layers. It is ready in the last slice. A gradient that has more to come, of a weight that several
+modules use or one module several times, is ready at the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.deepspeed.slices.held import HeldParameters
+
+
+class PassGradients:
+    """Gradients of one forward pass and its backward passes."""
+
+    def __init__(self, upstream: Upstream, held: HeldParameters) -> None:
+        """Start without a pass."""
+        self._upstream, self._held = upstream, held
+        self._shared = _shared_parameters(upstream.module)
+        self._seen: set[int] = set()
+        self._late: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """Begin a forward pass, in which no call was made yet."""
+        self._seen.clear()
+        for param in self._late.values():
+            param.ds_grad_is_ready = True
+        self._late = {id(param): param for param in self._shared}
+        for param in self._shared:
+            param.ds_grad_is_ready = False
+
+    def weights_of(self, params: Sequence[Any]) -> CallWeights:
+        """Return the weights of a call."""
+        for param in params:
+            if id(param) in self._seen and param.requires_grad:
+                self._late[id(param)] = param
+                param.ds_grad_is_ready = False
+            self._seen.add(id(param))
+        return CallWeights(params, self, self._upstream, self._held)
+
+    def is_late(self, param: Any) -> bool:
+        """Return whether a parameter's gradient has more to come than that of one call."""
+        return id(param) in self._late
+
+    def deliver_late(self) -> None:
+        """Pass gradients that had more to come to DeepSpeed, at the end of a backward pass."""
+        for param in self._late.values():
+            if param.grad is not None:
+                param.ds_grad_is_ready = True
+                self._upstream.reduce(param)
+                param.ds_grad_is_ready = False
+
+
+class CallWeights:
+    """The weights of one call."""
+
+    def __init__(
+        self, params: Sequence[Any], gradients: PassGradients, upstream: Upstream, held: HeldParameters
+    ) -> None:
+        self._params = [param for param in params if hasattr(param, "ds_id")]
+        self._trained = [param for param in params if param.requires_grad]
+        self._gradients, self._upstream, self._held = gradients, upstream, held
+
+    def in_forward(self) -> AbstractContextManager[Callable[[int], None]]:
+        """Return a context in which the weights stay gathered."""
+        return self._held.holding(self._params)
+
+    @contextmanager
+    def in_backward(self, count: int) -> Iterator[Callable[[int], None]]:
+        """Likewise; behind the last slice their gradients are passed to DeepSpeed."""
+        self._upstream.expect_reduction()
+        own = [param for param in self._trained if not self._gradients.is_late(param)]
+        for param in self._trained:
+            self._upstream.widen_gradient(param)
+        with self._held.holding(self._params) as begin_slice:
+
+            def begin(number: int) -> None:
+                begin_slice(number)
+                for param in own:
+                    param.ds_grad_is_ready = number == count - 1
+
+            try:
+                yield begin
+            finally:
+                for param in own:
+                    param.ds_grad_is_ready = True
+            # The last slice did not use them, as experts of which it has no tokens.
+            for param in own:
+                if param.grad is not None and not self._upstream.is_in_bucket(param):
+                    self._upstream.reduce(param)
+
+
+def _shared_parameters(module: torch.nn.Module) -> list[Any]:
+    """Return the trained parameters that several modules have, as embeddings tied to the head."""
+    count: dict[int, int] = {}
+    found: dict[int, Any] = {}
+    for one in module.modules():
+        for param in one.parameters(recurse=False):
+            count[id(param)] = count.get(id(param), 0) + 1
+            found[id(param)] = param
+    return [found[key] for key, times in count.items() if times > 1 and found[key].requires_grad]

@@ -1,0 +1,196 @@
+"""Decides how the arguments of a call are cut into slices of the batch.
+
+The batch is the first dimension of the first tensor. Every other tensor either has the batch in a
+known dimension and is cut there, or is shared by all slices. Where shapes do not tell, nothing is
+cut: `CannotCut` says why, and the caller runs the batch as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+#: One-dimensional over the sequence, whatever its size.
+SEQUENCE_NAMES = frozenset({"cache_position"})
+#: The first dimension is the batch, whatever its size.
+BATCH_NAMES = frozenset(
+    {"attention_mask", "input_ids", "labels", "position_ids", "shift_labels", "token_type_ids"}
+)
+#: Positions in several dimensions (time, height, width, text) come before the batch.
+POSITION_DIMENSION_COUNTS = (3, 4)
+#: Values of which every slice gets the same.
+SHARED_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class CannotCut(Exception):
+    """A call that cannot be cut; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The arguments of a call, flat, with the path of each, such as "[1].attention_mask"."""
+
+    paths: tuple[str, ...]
+    values: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any], keywords: dict[str, Any]) -> Leaves:
+        """Flatten the arguments of a call."""
+        found, spec = pytree.tree_flatten_with_path((tuple(arguments), keywords))
+        paths = (pytree.keystr(path).replace("['", ".").replace("']", "") for path, _ in found)
+        return cls(tuple(paths), tuple(value for _, value in found), spec)
+
+    def call(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keywords with these values in place of the leaves."""
+        arguments, keywords = pytree.tree_unflatten(list(values), self.spec)
+        return arguments, keywords
+
+
+class Cut(Protocol):
+    """How the leaves of a call are cut."""
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+
+    def take(self, number: int, place: int, value: Any) -> Any:
+        """Return a slice of the leaf at a place; all of it if it is shared."""
+
+    def is_shared(self, place: int) -> bool:
+        """Return whether every slice gets the leaf at a place whole."""
+
+    def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Return a view of a whole output: the part that a slice computes."""
+
+    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a whole output, from that of a slice.
+
+        Raises:
+            CannotCut: The output does not have the batch first.
+        """
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """Sequences of a batch, `rows[number]` for each slice."""
+
+    batch: int
+    rows: tuple[tuple[int, int], ...]
+    dimensions: tuple[int | None, ...]  # of each leaf; None: shared
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return len(self.rows)
+
+    def take(self, number: int, place: int, value: Any) -> Any:
+        """Return a slice of the leaf at a place; all of it if it is shared."""
+        dimension = self.dimensions[place]
+        if dimension is None:
+            return value
+        begin, end = self.rows[number]
+        return value.narrow(dimension, begin, end - begin)
+
+    def is_shared(self, place: int) -> bool:
+        """Return whether every slice gets the leaf at a place whole."""
+        return self.dimensions[place] is None
+
+    def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Return a view of a whole output: the part that a slice computes."""
+        per_row = output.shape[0] // self.batch
+        begin, end = self.rows[number]
+        return output[begin * per_row : end * per_row]
+
+    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a whole output, from that of a slice; it may have tokens first.
+
+        Raises:
+            CannotCut: The output does not have the batch first.
+        """
+        begin, end = self.rows[number]
+        if output.dim() == 0 or output.shape[0] % (end - begin):
+            raise CannotCut(
+                f"an output of shape {tuple(output.shape)} has no dimension of {end - begin} "
+                "sequences"
+            )
+        return (output.shape[0] // (end - begin) * self.batch, *output.shape[1:])
+
+
+def cut_batch(leaves: Leaves, batch: int, count: int) -> BatchCut:
+    """Cut a call along its batch.
+
+    Args:
+        leaves: The arguments. The first tensor is (batch, sequence, ...).
+        batch: Sequences of the batch.
+        count: The wanted number of slices; fewer if there are fewer sequences.
+
+    Raises:
+        CannotCut: The shapes do not tell where the batch is.
+    """
+    tensors = [value for value in leaves.values if torch.is_tensor(value)]
+    if not tensors:
+        raise CannotCut("it has no tensor")
+    first = tensors[0]
+    if first.dim() < 3 and not _is_index(first):
+        raise CannotCut(f"its first tensor has the shape {tuple(first.shape)}: no sequences")
+    if first.shape[0] != batch:
+        raise CannotCut(
+            f"its first tensor has the shape {tuple(first.shape)}, and the batch {batch} sequences"
+        )
+    sequence = first.shape[1]
+    dimensions: list[int | None] = []
+    seen_first = False
+    for path, value in zip(leaves.paths, leaves.values, strict=True):
+        if torch.is_tensor(value) and not seen_first:
+            seen_first = True
+            dimensions.append(0)
+        else:
+            dimensions.append(_dimension(path, value, batch, sequence))
+    return BatchCut(batch, _rows(batch, min(count, batch)), tuple(dimensions))
+
+
+def _is_index(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+def _rows(batch: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return begin and end of each slice; the first ones are longer if it does not come out."""
+    base, more = divmod(batch, count)
+    ends = [base * (number + 1) + min(number + 1, more) for number in range(count)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _dimension(path: str, value: Any, batch: int, sequence: int) -> int | None:
+    """Return the dimension of a leaf that is the batch; None if it is shared."""
+    if isinstance(value, SHARED_TYPES):
+        return None
+    if not torch.is_tensor(value):
+        raise CannotCut(f"{path} is a {type(value).__name__}")
+    name, shape = path.rsplit(".", 1)[-1], tuple(value.shape)
+    if not shape or name in SEQUENCE_NAMES:
+        return None
+    if shape[0] == 1:
+        if batch in shape[1:2] and batch != sequence:
+            raise CannotCut(f"{path} of shape {shape} has the batch elsewhere")
+        return None
+    if shape[0] == batch:
+        if name not in BATCH_NAMES and _is_ambiguous(shape, batch, sequence):
+            raise CannotCut(f"{path} of shape {shape} may have the batch elsewhere")
+        return 0
+    if shape[0] in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,) and "position" in path:
+        return 1
+    if name in BATCH_NAMES or batch in shape[1:3] or (shape[0] != sequence and not shape[0] % batch):
+        raise CannotCut(f"{path} of shape {shape} may have the batch elsewhere")
+    return None
+
+
+def _is_ambiguous(shape: tuple[int, ...], batch: int, sequence: int) -> bool:
+    """Return whether a tensor whose first dimension is as long as the batch may be shared."""
+    if batch == sequence and (len(shape) == 1 or shape == (batch, batch)):
+        return True
+    return batch in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,)

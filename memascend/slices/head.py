@@ -1,0 +1,260 @@
+"""The part of a transformers model behind its base model, with the loss, in slices.
+
+So logits exist for one slice at a time. The model's own `forward` computes it: first with the base
+model behind a stand-in that stops it, then for each slice with one that returns hidden states.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.slices.cut import BatchCut, CannotCut, Leaves, cut_batch
+from memascend.slices.layers import Batch, Slicer
+
+#: Losses of transformers that are sums over labels divided by their number, and whether labels are
+#: those of the next position.
+_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
+_IGNORED_LABEL = -100
+#: Arguments that are used by the base model alone.
+_OF_BASE = ("input_ids", "inputs_embeds", "past_key_values", "use_cache", "pixel_values")
+
+
+class MissingLogitsError(AttributeError):
+    """The logits of a step whose loss was computed in slices."""
+
+
+class SlicedHead:
+    """Stands in for the `forward` of a model with a head."""
+
+    def __init__(self, model: nn.Module, original: Callable[..., Any], slicer: Slicer) -> None:
+        self._model, self._original, self._slicer = model, original, slicer
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the model; its output has the loss alone if it was computed in slices."""
+        batch = self._slicer.batch
+        if batch is None or not torch.is_grad_enabled():
+            return self._original(*arguments, **keywords)
+        try:
+            given = self._bind(arguments, keywords)
+            loss_function = self._check(given)
+        except CannotCut as reason:
+            self._note(str(reason))
+            return self._original(*arguments, **keywords)
+        try:
+            base_output = self._run_base(given)
+        except _WholeOutput as whole:
+            self._note(f"its forward does not call {self._prefix}")
+            return whole.output
+        try:
+            return self._run_tail(given, base_output, loss_function, batch)
+        except CannotCut as reason:
+            self._note(str(reason))
+            with self._base_as(lambda *_, **__: base_output):
+                return self._original(**given)
+
+    def _note(self, reason: str) -> None:
+        self._slicer.note(f"the head of {type(self._model).__name__}", reason)
+
+    def _bind(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(self._original).bind_partial(*arguments, **keywords)
+        given = dict(bound.arguments)
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL and given.pop(name, ()):
+                raise CannotCut("it has arguments without a name")
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
+
+    def _check(self, given: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        """Return the model's loss function, if all of the head is known."""
+        if given.get("labels") is None:
+            raise CannotCut("it is not given labels, so its logits are used outside")
+        if given.get("return_dict") is False:
+            raise CannotCut("it returns a tuple (return_dict=False)")
+        config = getattr(self._model, "config", None)
+        if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
+            raise CannotCut("the loss of its routers is one of the whole batch")
+        function = getattr(self._model, "loss_function", None)
+        if getattr(function, "__name__", None) not in _LOSSES:
+            raise CannotCut(f"its loss is not one of {', '.join(_LOSSES)}")
+        assert callable(function)
+        return function
+
+    def _run_base(self, given: dict[str, Any]) -> Any:
+        """Return the output of the base model, as an exception carries it out of the model.
+
+        Raises:
+            _WholeOutput: The model has not called its base model; has its output.
+        """
+        base = self._base
+
+        def stop(*arguments: Any, **keywords: Any) -> Any:
+            raise _BaseOutput(base(*arguments, **keywords))
+
+        try:
+            with self._base_as(stop):
+                output = self._original(**given)
+        except _BaseOutput as stopped:
+            return stopped.output
+        raise _WholeOutput(output)
+
+    def _run_tail(
+        self,
+        given: dict[str, Any],
+        base_output: Any,
+        loss_function: Callable[..., torch.Tensor],
+        batch: Batch,
+    ) -> Any:
+        hidden = getattr(base_output, "last_hidden_state", None)
+        if hidden is None:
+            raise CannotCut("its base model returns no last_hidden_state")
+        labels = given["labels"]
+        shifts = _LOSSES[loss_function.__name__] and given.get("shift_labels") is None
+        counted = given.get("shift_labels", labels)[:, 1:] if shifts else labels
+        item_count = given.get("num_items_in_batch")
+        if item_count is None:
+            item_count = (counted != _IGNORED_LABEL).sum()
+        loss_of = _Loss(loss_function, item_count)
+        output_type: list[type] = []
+
+        def tail(hidden: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+            made = type(base_output)(last_hidden_state=hidden)
+            with self._base_as(lambda *_, **__: made), self._loss_as(loss_of):
+                output = self._original(**keywords)
+            if loss_of.value is None or output.loss is not loss_of.value:
+                raise CannotCut("its loss is more than that of its loss function")
+            output_type[:] = [type(output)]
+            return output.loss.reshape(1)
+
+        keywords = {name: one for name, one in given.items() if name not in _OF_BASE}
+        leaves = Leaves.of((hidden, keywords), {})
+        cut = cut_batch(leaves, batch.sequences, batch.count)
+        losses = self._slicer.run(
+            tail, leaves, self._params(), LossCut(cut.batch, cut.rows, cut.dimensions)
+        )
+        return _loss_alone(output_type[0], losses.sum())
+
+    # -- the model -------------------------------------------------------------------------------
+
+    @property
+    def _prefix(self) -> str:
+        prefix: str = self._model.base_model_prefix  # type: ignore[assignment]
+        return prefix
+
+    @property
+    def _base(self) -> Any:
+        return self._model._modules[self._prefix]
+
+    def _params(self) -> tuple[nn.Parameter, ...]:
+        """Return the parameters behind the base model, with a tied head's."""
+        of_base = {id(param) for param in self._base.parameters()}
+        params = [param for param in self._model.parameters() if id(param) not in of_base]
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        if head is not None:
+            params += [param for param in head.parameters() if id(param) in of_base]
+        return tuple(params)
+
+    @contextmanager
+    def _base_as(self, stand_in: Callable[..., Any]) -> Iterator[None]:
+        base = self._base
+        self._model._modules[self._prefix] = _StandIn(base, stand_in)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._model._modules[self._prefix] = base
+
+    @contextmanager
+    def _loss_as(self, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
+        before = vars(self._model).get("_loss_function", _loss_as_nothing)
+        self._model.loss_function = loss  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            if before is _loss_as_nothing:
+                del self._model._loss_function
+            else:
+                self._model.loss_function = before
+
+
+class LossCut(BatchCut):
+    """Slices whose output is one number."""
+
+    def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Return a view of a whole output: the number of a slice."""
+        return output[number : number + 1]
+
+    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of all numbers."""
+        return (self.count,)
+
+
+class _Output(Exception):
+    """Carries an output."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class _BaseOutput(_Output):
+    """Carries the output of the base model."""
+
+
+class _WholeOutput(_Output):
+    """Carries the output of the model."""
+
+
+class _StandIn:
+    """Is called in place of the base model, and has its attributes."""
+
+    def __init__(self, base: nn.Module, call: Callable[..., Any]) -> None:
+        self._base, self._call = base, call
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._call(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+class _Loss:
+    """A loss function of which each slice computes its share."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], item_count: Any) -> None:
+        self._function, self._item_count = function, item_count
+        self.value: torch.Tensor | None = None
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        keywords["num_items_in_batch"] = self._item_count
+        self.value = self._function(*arguments, **keywords)
+        return self.value
+
+
+def _loss_as_nothing() -> None:
+    """Stand for a model without a loss function of its own."""
+
+
+@functools.cache
+def _without_logits(output_type: type) -> type:
+    """Return a subclass of a model's output whose logits are missing, and say so."""
+
+    def missing(self: Any, name: str) -> Any:
+        if name == "logits":
+            raise MissingLogitsError(
+                "the loss of this step was computed in slices (memascend.micro_batches), and its "
+                "logits were not kept. cause: the script, or its trainer, reads logits while it "
+                'trains. fix: "head": false in memascend.micro_batches'
+            )
+        return object.__getattribute__(self, name)
+
+    return type(output_type.__name__, (output_type,), {"__getattribute__": missing})
+
+
+def _loss_alone(output_type: type, loss: torch.Tensor) -> Any:
+    return _without_logits(output_type)(loss=loss)

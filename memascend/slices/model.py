@@ -1,0 +1,149 @@
+"""Finds the parts of a model that run in slices, and has them do so during a forward pass.
+
+Layers are those that are checkpointed. Beside them embeddings and norms run in slices, whose
+gradients would otherwise be added up in another order, and the head.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from memascend.slices.cut import Leaves
+from memascend.slices.head import SlicedHead
+from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer
+
+#: Where transformers keeps a layer's checkpoint function.
+_LAYER_FUNCTION = "_gradient_checkpointing_func"
+#: Inputs that have the batch first, the first one counts.
+_BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
+
+
+class SlicedModel:
+    """One model whose layers run in slices."""
+
+    def __init__(self, module: nn.Module, slicer: Slicer, *, slices_head: bool) -> None:
+        """Look at a model; nothing of it changes outside of `running`."""
+        self._module, self._slicer, self._slices_head = module, slicer, slices_head
+
+    @contextmanager
+    def running(
+        self,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        count_of: Callable[[int], int],
+    ) -> Iterator[None]:
+        """Within the context the model runs in slices if it trains.
+
+        Args:
+            arguments: Of the model's forward pass.
+            keywords: Likewise.
+            count_of: Returns the number of slices for so many sequences.
+        """
+        sequences = batch_of(arguments, keywords)
+        if sequences is None or not (self._module.training and torch.is_grad_enabled()):
+            yield
+            return
+        batch = Batch(sequences, count_of(sequences))
+        undo: list[Callable[[], None]] = []
+        try:
+            self._replace(undo)
+            with self._slicer.slicing(batch):
+                yield
+        finally:
+            for one in reversed(undo):
+                one()
+
+    def _replace(self, undo: list[Callable[[], None]]) -> None:
+        checkpointed: set[nn.Module] = set()
+        for module in self._module.modules():
+            function = vars(module).get(_LAYER_FUNCTION)
+            if function is not None and getattr(module, "gradient_checkpointing", False):
+                _set(undo, module, _LAYER_FUNCTION, SlicedCheckpoint(function, self._slicer))
+                if not _has_layers(module):
+                    checkpointed.add(module)
+        for name in {type(module).__module__ for module in self._module.modules()}:
+            _replace_checkpoints(undo, sys.modules.get(name), self._slicer)
+        for module in _beside(self._module, checkpointed):
+            _set(undo, module, "forward", _SlicedForward(module, self._slicer))
+        if self._slices_head:
+            for model in self._module.modules():
+                if _has_head(model):
+                    _set(undo, model, "forward", SlicedHead(model, model.forward, self._slicer))
+
+
+class _SlicedForward:
+    """Stands in for the `forward` of a module."""
+
+    def __init__(self, module: nn.Module, slicer: Slicer) -> None:
+        self._module, self._original, self._slicer = module, module.forward, slicer
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        def otherwise() -> Any:
+            return self._original(*arguments, **keywords)
+
+        leaves = Leaves.of(arguments, keywords)
+        return self._slicer.run_module(self._module, self._original, leaves, otherwise)
+
+
+def batch_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int | None:
+    """Return the number of sequences that a model is given; None if it is not to be seen."""
+    named = [keywords[name] for name in _BATCH_INPUTS if torch.is_tensor(keywords.get(name))]
+    for one in (*named, *arguments, *keywords.values()):
+        if torch.is_tensor(one) and one.dim() >= 2:
+            return int(one.shape[0])
+    return None
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Return whether a module is a model with layers, not one itself."""
+    return any(
+        _LAYER_FUNCTION in vars(one) for one in module.modules() if one is not module
+    )
+
+
+def _beside(root: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield embeddings and norms that are in no layer."""
+    if root in layers:
+        return
+    is_row_wise = isinstance(root, nn.Embedding) or type(root).__name__.endswith("Norm")
+    if is_row_wise and any(param.requires_grad for param in root.parameters(recurse=False)):
+        yield root
+    for child in root.children():
+        yield from _beside(child, layers)
+
+
+def _has_head(model: nn.Module) -> bool:
+    prefix = getattr(model, "base_model_prefix", "")
+    is_model = hasattr(model, "get_output_embeddings") and hasattr(model, "loss_type")
+    return bool(prefix) and is_model and model._modules.get(prefix) is not None
+
+
+def _replace_checkpoints(undo: list[Callable[[], None]], holder: Any, slicer: Slicer) -> None:
+    """Replace checkpoint functions among the names of a file of the model."""
+    known = [torch_checkpoint.checkpoint]
+    deepspeed = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    if deepspeed is not None:
+        known.append(deepspeed.checkpoint)
+    for name, value in list(vars(holder).items()) if holder is not None else ():
+        if any(value is one for one in known):
+            _set(undo, holder, name, SlicedCheckpoint(value, slicer))
+
+
+def _set(undo: list[Callable[[], None]], owner: Any, name: str, value: Any) -> None:
+    had, before = name in vars(owner), vars(owner).get(name)
+
+    def put_back() -> None:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    undo.append(put_back)
+    setattr(owner, name, value)

@@ -1,0 +1,210 @@
+"""An autograd function that runs a call in slices of the batch, forward and backward.
+
+Forward computes slice by slice without a graph, and saves the inputs of the whole batch. Backward
+recomputes each slice and differentiates it, in ascending order, so that gradients of weights are
+added up as those of as many micro-steps. Parameters are no inputs of the function: autograd adds to
+them while a slice is differentiated, as in a reentrant checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from memascend.slices.cut import CannotCut, Cut, Leaves
+
+
+class SliceWeights(Protocol):
+    """The weights that the slices of a call use."""
+
+    def in_forward(self) -> AbstractContextManager[Callable[[int], None]]:
+        """Return a context of a forward pass; its value is called with the number of each slice."""
+
+    def in_backward(self, count: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Return a context of a backward pass of so many slices, likewise."""
+
+
+class SlicedCall:
+    """One call of a function on a batch that is cut."""
+
+    def __init__(
+        self, function: Callable[..., Any], leaves: Leaves, cut: Cut, weights: SliceWeights
+    ) -> None:
+        """Prepare a call; tensors are passed to `run` again, so that autograd alone keeps them."""
+        self._function, self._cut, self._weights = function, cut, weights
+        self._spec = leaves.spec
+        self._places = [
+            place for place, value in enumerate(leaves.values) if torch.is_tensor(value)
+        ]
+        self._leaves = Leaves(
+            leaves.paths,
+            tuple(None if torch.is_tensor(value) else value for value in leaves.values),
+            leaves.spec,
+        )
+        self._random: list[_RandomState] = []
+        self._is_tuple = False
+        self._autocast = _Autocast()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the output of the whole batch.
+
+        Raises:
+            CannotCut: An output does not have the batch first. Nothing was changed.
+        """
+        # It wants a gradient, so that weights get theirs where no input wants one.
+        anchor = torch.zeros((), requires_grad=True)
+        outputs = _Sliced.apply(self, anchor, *tensors)
+        return outputs if self._is_tuple else outputs[0]
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Return the outputs of the whole batch, computed without a graph."""
+        whole: list[torch.Tensor | None] = []
+        self._random.clear()
+        with self._weights.in_forward() as begin_slice, torch.no_grad():
+            for number in range(self._cut.count):
+                begin_slice(number)
+                self._random.append(_RandomState(tensors))
+                outputs = self._call(number, [tensor.detach() for tensor in tensors])
+                if number == 0:
+                    whole = [self._whole(output) for output in outputs]
+                for target, output in zip(whole, outputs, strict=True):
+                    if target is not None:
+                        self._cut.part(number, target).copy_(output)
+        return tuple(whole)
+
+    def backward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the tensors that want one; those of weights are added up."""
+        found = [
+            torch.zeros_like(tensor) if wants else None
+            for tensor, wants in zip(tensors, wanted, strict=True)
+        ]
+        with self._weights.in_backward(self._cut.count) as begin_slice:
+            for number in range(self._cut.count):
+                begin_slice(number)
+                self._backward_slice(number, tensors, gradients, found)
+        return found
+
+    def _backward_slice(
+        self,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        found: Sequence[torch.Tensor | None],
+    ) -> None:
+        inputs = [
+            self._cut.take(number, place, tensor.detach()).detach().requires_grad_(sum_ is not None)
+            for place, tensor, sum_ in zip(self._places, tensors, found, strict=True)
+        ]
+        with torch.enable_grad(), self._autocast.restored(), self._random[number].restored():
+            outputs = self._call_cut(number, inputs)
+        pairs = [
+            (output, self._cut.part(number, gradient))
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output is not None and output.requires_grad and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
+        for place, sum_, one in zip(self._places, found, inputs, strict=True):
+            if sum_ is None or one.grad is None:
+                continue
+            if self._cut.is_shared(place):
+                sum_.add_(one.grad)
+            else:
+                self._cut.take(number, place, sum_).copy_(one.grad)
+
+    def _call(
+        self, number: int, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        places = zip(self._places, tensors, strict=True)
+        return self._call_cut(number, [self._cut.take(number, *one) for one in places])
+
+    def _call_cut(
+        self, number: int, inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        values = [
+            self._cut.take(number, place, value)
+            if value is not None
+            else None
+            for place, value in enumerate(self._leaves.values)
+        ]
+        for place, one in zip(self._places, inputs, strict=True):
+            values[place] = one
+        arguments, keywords = self._leaves.call(values)
+        outputs = self._function(*arguments, **keywords)
+        self._is_tuple = isinstance(outputs, tuple | list)
+        return tuple(outputs) if self._is_tuple else (outputs,)
+
+    def _whole(self, output: Any) -> torch.Tensor | None:
+        if output is None:
+            return None
+        if not torch.is_tensor(output):
+            raise CannotCut(f"it returns a {type(output).__name__}")
+        return output.new_empty(self._cut.whole_shape(0, output))
+
+
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: SlicedCall, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return call.forward(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        wanted = ctx.needs_input_grad[2:]
+        return (None, None, *ctx.call.backward(ctx.saved_tensors, wanted, gradients))
+
+
+class _RandomState:
+    """The random numbers with which a slice began: of the host, and of the tensors' devices."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._host = torch.get_rng_state()
+        self._devices, self._states = get_device_states(*tensors)
+        self._types = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within the context random numbers are those of then."""
+        with ExitStack() as stack:
+            device_type = next(iter(self._types), None)
+            options = {} if device_type is None else {"device_type": device_type}
+            stack.enter_context(torch.random.fork_rng(devices=self._devices, **options))
+            torch.set_rng_state(self._host)
+            if device_type is not None:
+                set_device_states(self._devices, self._states, device_type=device_type)
+            yield
+
+
+class _Autocast:
+    """Whether autocast was on, and with which dtypes."""
+
+    def __init__(self) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        types = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
+        self._states = [
+            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within the context autocast is as it was then."""
+        with ExitStack() as stack:
+            for device_type, enabled, dtype in self._states:
+                stack.enter_context(
+                    torch.autocast(
+                        device_type, dtype=dtype, enabled=enabled, cache_enabled=self._caches
+                    )
+                )
+            yield
