@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"optimizer": "none", "optimizer_type": "TorchAdamW"},
         **{"dtype": "fp16", "scale_power": 12},
     },
+    "one pass in four slices": {"accumulation": 1, "labelled": True, "slices": 4},
     "four ranks": {"world": 4},
     # Three of four have nothing of a tensor.
     "odd shapes, four ranks": {
@@ -97,6 +98,7 @@ ACTIVATION_VARIANTS: dict[str, dict[str, Any]] = {
     "checkpoints": {},
     "checkpoints, two ranks fp16": {"world": 2, "dtype": "fp16", "scale_power": 12},
     "DeepSpeed's checkpoints": {"checkpointing": "deepspeed"},
+    "one pass in slices": {"accumulation": 1, "labelled": True, "slices": 3},
     "no checkpoints": {"checkpointing": "off"},
     "no checkpoints, two ranks": {"checkpointing": "off", "family": "qwen", "world": 2},
 }
@@ -160,6 +162,7 @@ NOT_STOCK = (
     "changed by hand",
     "changed by hand, two ranks",
     "resumed",
+    "one pass in four slices",  # stock has no slices
 )
 
 

@@ -52,6 +52,8 @@ class Case:
     world: int = 1
     dtype: str = "bf16"
     accumulation: int = 1
+    labelled: bool = False  # the model computes the loss, and takes labels
+    slices: int = 0  # so many micro-steps are one, whose layers compute them as slices; 0: none
     clipping: float = 0.0
     checkpointing: str = "off"  # off | reentrant | nonreentrant | offload | deepspeed
     saved_bytes: int | None = None  # with activations on the drive: of them, those on the device
@@ -133,7 +135,7 @@ class Case:
             "family",
             "world",
             "dtype",
-            "accumulation",
+            "labelled",
             "clipping",
             "checkpointing",
             "zero_init",
@@ -159,6 +161,7 @@ class Case:
             "steps",
         }
         values = {name: getattr(self, name) for name in kept}
+        values["accumulation"] = self.accumulation * max(1, self.slices)
         if self.resume_at and self.family == "alternating":
             values |= {"resume_at": self.resume_at, "saver": "cpu"}
         if self.checkpointing == "offload":  # asks for a device other than the CPU
@@ -210,6 +213,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
             "device_bytes": case.saved_bytes,
             "min_bytes": SAVED_BYTES_MIN,
         }
+    if case.slices:
+        block["micro_batches"] = {"count": case.slices}
     if case.during_backward:
         block["streaming"]["optimizer"]["during_backward"] = True
     if case.walk == "off":
@@ -221,7 +226,7 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
     if backend == "oracle":
         case = case.oracle()
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 2 * max(1, case.slices),
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "steps_per_print": 1_000_000,

@@ -266,6 +266,15 @@ def loss_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     )
 
 
+def labelled_loss(model: nn.Module, input_ids: torch.Tensor, item_count: int) -> torch.Tensor:
+    """The loss as the Trainer asks a model for it: a sum divided by the tokens of the whole step."""
+    inputs = families.inputs(getattr(model, "module", model).config, input_ids)
+    before = inputs["input_ids"].shape[1] - input_ids.shape[1]  # an image
+    labels = nn.functional.pad(input_ids, (before, 0), value=-100)
+    loss: torch.Tensor = model(**inputs, labels=labels, num_items_in_batch=item_count).loss
+    return loss
+
+
 def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     config = getattr(getattr(model, "module", model), "config", None)
     output = model(input_ids) if config is None else model(**families.inputs(config, input_ids))

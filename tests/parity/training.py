@@ -244,8 +244,7 @@ def enable_checkpointing(case: Case, model: Any, config: dict[str, Any]) -> None
 def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) -> dict[str, Any]:
     losses, norms, scales = [], [], []
     extra: dict[str, Any] = {}
-    rank = deepspeed.comm.get_rank()
-    micro_steps = itertools.count(first * case.accumulation)
+    micro_steps = itertools.count(first * case.accumulation * max(1, case.slices))
     averages = Averages(case, config) if case.averages else None
     for step in range(first, case.steps):
         if case.touched:
@@ -260,15 +259,14 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
             is_last = number == case.accumulation - 1
             if case.boundary == "stated":
                 engine.set_gradient_accumulation_boundary(is_last)
-            input_ids = models.batch(seed=SEED, step=next(micro_steps), rank=rank, rows=2)
-            input_ids = input_ids.to(engine.device)
-            loss = models.loss_of(engine, input_ids)
+            numbers = [next(micro_steps) for _ in range(max(1, case.slices))]
+            loss = loss_of(case, engine, numbers)
             engine.backward(loss)
             if is_probed and is_last:
                 extra["before step"] = accessors.before_step(case, engine.module)
             if is_last or case.boundary == "counted":
                 engine.step()
-            losses.append(loss.item().hex())
+            losses.append(loss.item())
         if is_probed:
             extra["after step"] = accessors.after_step(case, engine.module)
             extra["state_dict"] = accessors.layout(engine.optimizer.state_dict())
@@ -279,13 +277,30 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
             extra["averages"] = [weight_digests(module) for module in averages.modules]
         norms.append(hexadecimal(engine.get_global_grad_norm()))
         scales.append(hexadecimal(getattr(engine.optimizer, "cur_scale", None)))
+    step_losses = [
+        sum(losses[end - case.accumulation : end]) / case.accumulation
+        for end in range(case.accumulation, len(losses) + 1, case.accumulation)
+    ]
     return {
-        "losses": losses,
+        "losses": [] if case.labelled else [loss.hex() for loss in losses],
+        "step_losses": step_losses,
         "norms": norms,
         "scales": scales,
         "skipped_steps": engine.skipped_steps,
         **extra,
     }
+
+
+def loss_of(case: Case, engine: Any, numbers: list[int]) -> torch.Tensor:
+    """The loss of the micro-steps of these numbers, whose batches are one behind the other."""
+    rank = deepspeed.comm.get_rank()
+    batches = [models.batch(seed=SEED, step=number, rank=rank, rows=2) for number in numbers]
+    input_ids = torch.cat(batches).to(engine.device)
+    if not case.labelled:
+        return models.loss_of(engine, input_ids)
+    item_count = input_ids.shape[0] * (input_ids.shape[1] - 1) * case.accumulation
+    # DeepSpeed divides by the number of micro-steps.
+    return case.accumulation * models.labelled_loss(engine, input_ids, item_count)
 
 
 class Averages:

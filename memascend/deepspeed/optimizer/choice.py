@@ -11,10 +11,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.installed import MUON, require, require_whole_steps
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
@@ -94,3 +96,16 @@ def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:
 
 def _is_on_drive(offload_config: Any) -> bool:
     return offload_config is not None and offload_config.device == "nvme"
+
+
+def reduction_of_sums(config: MemAscendConfig, settings: DeepSpeedSettings) -> dict[str, Any]:
+    """Return DeepSpeed's argument for reductions in fp32, if gradients of slices are added in fp32.
+
+    Micro-steps are added up behind the reduction, slices before it: in 16 bits it would round the
+    sums.
+    """
+    if config.micro_batches is None or settings.communication_data_type is not None:
+        return {}
+    if settings.data_types.grad_accum_dtype != "fp32":
+        return {}
+    return {"communication_data_type": torch.float32}

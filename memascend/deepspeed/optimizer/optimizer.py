@@ -19,7 +19,7 @@ from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks
-from memascend.deepspeed.optimizer.choice import StepPath, choose_streams
+from memascend.deepspeed.optimizer.choice import StepPath, choose_streams, reduction_of_sums
 from memascend.deepspeed.optimizer.construction import Construction
 from memascend.deepspeed.optimizer.gradients import FlatGradients, GradientPath, StreamedGradients
 from memascend.deepspeed.optimizer.passes import PassHooks
@@ -71,6 +71,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
         self.passes = PassHooks(upstream, self.steps.restart)
         self.checkpoint = CheckpointHooks(upstream, attach, self.steps)
+        keywords |= reduction_of_sums(config, self.settings)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     @property

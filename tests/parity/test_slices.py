@@ -1,0 +1,70 @@
+"""One pass: a batch in slices gives the bits that as many micro-steps give with CPU offload."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.parity_cases import assert_memascend_did_it, case_name, quick
+
+from .cases import Case
+from .workers import Bench, Facts, differences
+
+pytestmark = pytest.mark.deepspeed
+
+PLAIN = Case(
+    family="llama", labelled=True, slices=4, clipping=1.0, checkpointing="nonreentrant"
+)
+
+
+def exact_cases() -> list[Case]:
+    """Those in which nothing is added up in another order."""
+    return [
+        PLAIN,
+        replace(PLAIN, slices=8, during_backward=True, clipping=0.0, steps=4),
+        replace(PLAIN, family="mixtral", slices=2, saved_bytes=0),
+        replace(PLAIN, family="qwen3-untied", checkpointing="reentrant"),
+        replace(PLAIN, gradients_in_fp32=True),
+        replace(PLAIN, dtype="fp16", scale_power=12),
+        replace(PLAIN, limit_bytes=24 << 20, steps=6, resume_at=3),
+        replace(PLAIN, checkpointing="deepspeed"),
+        replace(PLAIN, family="qwen3_moe-untied", limit_bytes=24 << 20),
+        replace(PLAIN, zero_init=False, accessors="change"),
+    ]
+
+
+def close_cases() -> list[Case]:
+    """Those in which gradients of slices meet others in another order than those of micro-steps."""
+    return [
+        replace(PLAIN, world=2),  # the ranks' gradients
+        replace(PLAIN, family="qwen2-tied"),  # the embedding's
+        replace(PLAIN, family="gpt2"),  # learned positions: those of all sequences
+        replace(PLAIN, accumulation=2, slices=2),  # those of the first micro-step
+        replace(PLAIN, family="mixtral", world=2, saved_bytes=0, limit_bytes=24 << 20),
+        replace(PLAIN, world=2, dtype="fp16", scale_power=12, during_backward=True, clipping=0.0),
+    ]
+
+
+@pytest.mark.parametrize("case", quick(exact_cases(), 0, 1, 2), ids=case_name)
+def test_slices_give_the_bits_of_micro_steps(bench: Bench, case: Case) -> None:
+    facts, oracle = bench.run(case, "memascend"), bench.run(case, "oracle")
+    assert differences(facts, oracle) == []
+    for rank, expected in zip(facts, oracle, strict=True):
+        assert_losses_are_close(rank, expected, rel=1e-6)
+        assert not [one for one in rank["warnings"] if "whole batch" in one]
+    assert_memascend_did_it(case, facts)
+
+
+@pytest.mark.parametrize("case", quick(close_cases(), 0, 1), ids=case_name)
+def test_slices_are_as_close_to_micro_steps_as_these_to_others(bench: Bench, case: Case) -> None:
+    facts, oracle = bench.run(case, "memascend"), bench.run(case, "oracle")
+    for rank, expected in zip(facts, oracle, strict=True):
+        assert rank["start"] == expected["start"]
+        assert_losses_are_close(rank, expected, rel=2e-3)
+    assert_memascend_did_it(case, facts)
+
+
+def assert_losses_are_close(rank: Facts, expected: Facts, *, rel: float) -> None:
+    losses = rank["step_losses"]
+    assert losses == pytest.approx(expected["step_losses"][-len(losses) :], rel=rel)
