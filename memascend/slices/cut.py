@@ -184,7 +184,11 @@ def _dimension(path: str, value: Any, batch: int, sequence: int) -> int | None:
         return 0
     if shape[0] in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,) and "position" in path:
         return 1
-    if name in BATCH_NAMES or batch in shape[1:3] or (shape[0] != sequence and not shape[0] % batch):
+    if (
+        name in BATCH_NAMES
+        or batch in shape[1:3]
+        or (shape[0] != sequence and not shape[0] % batch)
+    ):
         raise CannotCut(f"{path} of shape {shape} may have the batch elsewhere")
     return None
 

@@ -44,6 +44,8 @@ class Slicer:
         self._weights_of = weights_of
         self._batch: Batch | None = None
         self._reasons: set[tuple[str, str]] = set()
+        #: Calls of checkpoint functions so far.
+        self.layer_count = 0
 
     @property
     def batch(self) -> Batch | None:
@@ -60,7 +62,11 @@ class Slicer:
             self._batch = outer
 
     def run(
-        self, call: Callable[..., Any], leaves: Leaves, params: Sequence[nn.Parameter], cut: BatchCut
+        self,
+        call: Callable[..., Any],
+        leaves: Leaves,
+        params: Sequence[nn.Parameter],
+        cut: BatchCut,
     ) -> Any:
         """Return the output of a call for the whole batch.
 
@@ -73,9 +79,17 @@ class Slicer:
         Raises:
             CannotCut: An output does not have the batch first.
         """
-        with self.slicing(None):  # a checkpoint inside a slice stays one
-            tensors = [value for value in leaves.values if torch.is_tensor(value)]
-            return SlicedCall(call, leaves, cut, self._weights_of(params)).run(tensors)
+        tensors = [value for value in leaves.values if torch.is_tensor(value)]
+        return SlicedCall(self.whole(call), leaves, cut, self._weights_of(params)).run(tensors)
+
+    def whole(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function within which nothing is cut, in forward and when it is recomputed."""
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            with self.slicing(None):
+                return call(*arguments, **keywords)
+
+        return run
 
     def run_module(
         self,
@@ -94,9 +108,7 @@ class Slicer:
             return self.run(call, leaves, tuple(module.parameters()), cut)
         except CannotCut as reason:
             self.note(type(module).__name__, str(reason))
-            # Nothing inside is cut either: it would not be when a checkpoint recomputes it.
-            with self.slicing(None):
-                return otherwise()
+            return otherwise()
 
     def note(self, name: str, reason: str) -> None:
         """Log once why the calls of a module are not cut."""
@@ -114,15 +126,17 @@ class SlicedCheckpoint:
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Run a function of a layer."""
-        otherwise = functools.partial(self.original, function, *arguments, **keywords)
         if self._slicer.batch is None:
-            return otherwise()
+            return self.original(function, *arguments, **keywords)
+        whole = self._slicer.whole(function)
+        otherwise = functools.partial(self.original, whole, *arguments, **keywords)
         given = {name: one for name, one in keywords.items() if name not in _OPTIONS}
         found = _unpack(function, arguments, given)
         if found is None:
             self._slicer.note(str(function), "its function belongs to no module")
             return otherwise()
         module, call, leaves = found
+        self._slicer.layer_count += 1
         return self._slicer.run_module(module, call, leaves, otherwise)
 
 

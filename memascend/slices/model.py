@@ -25,6 +25,14 @@ _LAYER_FUNCTION = "_gradient_checkpointing_func"
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 
+#: Settings with which transformers collects values from inside of layers.
+_RECORDING = ("output_attentions", "output_router_logits")
+_NO_LAYERS = (
+    "none of its layers is checkpointed. fix: turn activation checkpointing on "
+    "(`gradient_checkpointing=True` in the Trainer, `model.gradient_checkpointing_enable()`)"
+)
+
+
 class SlicedModel:
     """One model whose layers run in slices."""
 
@@ -50,12 +58,21 @@ class SlicedModel:
         if sequences is None or not (self._module.training and torch.is_grad_enabled()):
             yield
             return
+        recorded = _recorded(self._module, keywords)
+        if recorded is not None:
+            self._slicer.note(
+                type(self._module).__name__, f"{recorded} is on, which records values in its layers"
+            )
+            yield
+            return
         batch = Batch(sequences, count_of(sequences))
         undo: list[Callable[[], None]] = []
         try:
             self._replace(undo)
             with self._slicer.slicing(batch):
                 yield
+            if self._slicer.layer_count == 0:
+                self._slicer.note(type(self._module).__name__, _NO_LAYERS)
         finally:
             for one in reversed(undo):
                 one()
@@ -101,11 +118,18 @@ def batch_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int | N
     return None
 
 
+def _recorded(module: nn.Module, keywords: Mapping[str, Any]) -> str | None:
+    """Return the setting with which values inside of layers are collected, if one is on."""
+    configs = [one.config for one in module.modules() if hasattr(one, "config")]
+    for name in _RECORDING:
+        if keywords.get(name, any(getattr(config, name, False) for config in configs)):
+            return name
+    return None
+
+
 def _has_layers(module: nn.Module) -> bool:
     """Return whether a module is a model with layers, not one itself."""
-    return any(
-        _LAYER_FUNCTION in vars(one) for one in module.modules() if one is not module
-    )
+    return any(_LAYER_FUNCTION in vars(one) for one in module.modules() if one is not module)
 
 
 def _beside(root: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:

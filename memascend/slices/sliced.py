@@ -36,7 +36,6 @@ class SlicedCall:
     ) -> None:
         """Prepare a call; tensors are passed to `run` again, so that autograd alone keeps them."""
         self._function, self._cut, self._weights = function, cut, weights
-        self._spec = leaves.spec
         self._places = [
             place for place, value in enumerate(leaves.values) if torch.is_tensor(value)
         ]
@@ -47,7 +46,9 @@ class SlicedCall:
         )
         self._random: list[_RandomState] = []
         self._is_tuple = False
-        self._autocast = _Autocast()
+        self._autocast = _Autocast(
+            {"cpu", *(one.device.type for one in leaves.values if torch.is_tensor(one))}
+        )
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the output of the whole batch.
@@ -57,7 +58,7 @@ class SlicedCall:
         """
         # It wants a gradient, so that weights get theirs where no input wants one.
         anchor = torch.zeros((), requires_grad=True)
-        outputs = _Sliced.apply(self, anchor, *tensors)
+        outputs = _Sliced.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs if self._is_tuple else outputs[0]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -72,7 +73,7 @@ class SlicedCall:
                 if number == 0:
                     whole = [self._whole(output) for output in outputs]
                 for target, output in zip(whole, outputs, strict=True):
-                    if target is not None:
+                    if target is not None and output is not None:
                         self._cut.part(number, target).copy_(output)
         return tuple(whole)
 
@@ -106,13 +107,13 @@ class SlicedCall:
         ]
         with torch.enable_grad(), self._autocast.restored(), self._random[number].restored():
             outputs = self._call_cut(number, inputs)
-        pairs = [
+        reached = [
             (output, self._cut.part(number, gradient))
             for output, gradient in zip(outputs, gradients, strict=True)
             if output is not None and output.requires_grad and gradient is not None
         ]
-        if pairs:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
+        if reached:
+            torch.autograd.backward([one for one, _ in reached], [one for _, one in reached])
         for place, sum_, one in zip(self._places, found, inputs, strict=True):
             if sum_ is None or one.grad is None:
                 continue
@@ -131,9 +132,7 @@ class SlicedCall:
         self, number: int, inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
         values = [
-            self._cut.take(number, place, value)
-            if value is not None
-            else None
+            self._cut.take(number, place, value) if value is not None else None
             for place, value in enumerate(self._leaves.values)
         ]
         for place, one in zip(self._places, inputs, strict=True):
@@ -160,7 +159,7 @@ class _Sliced(torch.autograd.Function):
         return call.forward(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[2:]
         return (None, None, *ctx.call.backward(ctx.saved_tensors, wanted, gradients))
 
@@ -189,11 +188,10 @@ class _RandomState:
 class _Autocast:
     """Whether autocast was on, and with which dtypes."""
 
-    def __init__(self) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        types = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
+    def __init__(self, device_types: set[str]) -> None:
         self._states = [
-            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types
+            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one))
+            for one in device_types - {"meta"}
         ]
         self._caches = torch.is_autocast_cache_enabled()
 

@@ -267,7 +267,7 @@ def loss_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def labelled_loss(model: nn.Module, input_ids: torch.Tensor, item_count: int) -> torch.Tensor:
-    """The loss as the Trainer asks a model for it: a sum divided by the tokens of the whole step."""
+    """The loss as the Trainer asks for it: a sum divided by the tokens of the whole step."""
     inputs = families.inputs(getattr(model, "module", model).config, input_ids)
     before = inputs["input_ids"].shape[1] - input_ids.shape[1]  # an image
     labels = nn.functional.pad(input_ids, (before, 0), value=-100)

@@ -13,9 +13,7 @@ from .workers import Bench, Facts, differences
 
 pytestmark = pytest.mark.deepspeed
 
-PLAIN = Case(
-    family="llama", labelled=True, slices=4, clipping=1.0, checkpointing="nonreentrant"
-)
+PLAIN = Case(family="llama", labelled=True, slices=4, clipping=1.0, checkpointing="nonreentrant")
 
 
 def exact_cases() -> list[Case]:

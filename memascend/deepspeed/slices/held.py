@@ -27,7 +27,7 @@ class HeldParameters:
         """Hold none."""
         self._held: frozenset[int] = frozenset()  # ids of parameters
         self._asked: list[tuple[Release, Any, tuple[Any, ...]]] = []
-        self._fetched: set[int] = set()  # ds_ids of modules that ran in the first slice
+        self._fetched: set[Any] = set()  # ds_ids of modules that ran in the first slice
         self._number = 0
 
     @contextmanager

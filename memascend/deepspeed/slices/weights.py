@@ -8,6 +8,7 @@ modules use or one module several times, is ready at the end of the backward pas
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -26,10 +27,17 @@ class PassGradients:
         self._upstream, self._held = upstream, held
         self._shared = _shared_parameters(upstream.module)
         self._seen: set[int] = set()
+        self._waiting: weakref.WeakSet[CallWeights] = weakref.WeakSet()
         self._late: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Begin a forward pass, in which no call was made yet."""
+        """Begin a forward pass, in which no call was made yet.
+
+        While the graph of another one waits for its backward pass, all its parameters count as
+        used: both graphs may be differentiated at once.
+        """
+        if self._waiting:
+            return
         self._seen.clear()
         for param in self._late.values():
             param.ds_grad_is_ready = True
@@ -44,7 +52,13 @@ class PassGradients:
                 self._late[id(param)] = param
                 param.ds_grad_is_ready = False
             self._seen.add(id(param))
-        return CallWeights(params, self, self._upstream, self._held)
+        weights = CallWeights(params, self, self._upstream, self._held)
+        self._waiting.add(weights)
+        return weights
+
+    def note_backward(self, weights: CallWeights) -> None:
+        """Note that the backward pass of a call begins."""
+        self._waiting.discard(weights)
 
     def is_late(self, param: Any) -> bool:
         """Return whether a parameter's gradient has more to come than that of one call."""
@@ -63,7 +77,11 @@ class CallWeights:
     """The weights of one call."""
 
     def __init__(
-        self, params: Sequence[Any], gradients: PassGradients, upstream: Upstream, held: HeldParameters
+        self,
+        params: Sequence[Any],
+        gradients: PassGradients,
+        upstream: Upstream,
+        held: HeldParameters,
     ) -> None:
         self._params = [param for param in params if hasattr(param, "ds_id")]
         self._trained = [param for param in params if param.requires_grad]
@@ -76,6 +94,7 @@ class CallWeights:
     @contextmanager
     def in_backward(self, count: int) -> Iterator[Callable[[int], None]]:
         """Likewise; behind the last slice their gradients are passed to DeepSpeed."""
+        self._gradients.note_backward(self)
         self._upstream.expect_reduction()
         own = [param for param in self._trained if not self._gradients.is_late(param)]
         for param in self._trained:

@@ -1,0 +1,101 @@
+"""Every argument is cut where its batch is, or nothing is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memascend.slices.cut import BatchCut, CannotCut, Leaves, cut_batch
+
+BATCH, SEQUENCE, HIDDEN = 6, 16, 8
+STATES = torch.zeros(BATCH, SEQUENCE, HIDDEN)
+
+
+def cut(*arguments: Any, batch: int = BATCH, count: int = 3, **keywords: Any) -> BatchCut:
+    return cut_batch(Leaves.of(arguments, keywords), batch, count)
+
+
+@pytest.mark.parametrize(
+    ("count", "rows"),
+    [
+        (1, [(0, 6)]),
+        (3, [(0, 2), (2, 4), (4, 6)]),
+        (4, [(0, 2), (2, 4), (4, 5), (5, 6)]),
+        (100, [(number, number + 1) for number in range(6)]),
+    ],
+)
+def test_slices_are_as_long_as_each_other_but_for_one(
+    count: int, rows: list[tuple[int, int]]
+) -> None:
+    assert list(cut(STATES, count=count).rows) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dimension"),
+    [
+        ("attention_mask", None, None),
+        ("attention_mask", torch.ones(BATCH, SEQUENCE), 0),
+        ("attention_mask", torch.ones(BATCH, 1, SEQUENCE, SEQUENCE), 0),
+        ("attention_mask", torch.ones(1, 1, SEQUENCE, SEQUENCE), None),
+        ("position_ids", torch.arange(SEQUENCE)[None], None),
+        ("position_ids", torch.zeros(3, BATCH, SEQUENCE), 1),
+        ("position_embeddings", torch.zeros(3, BATCH, SEQUENCE, HIDDEN), 1),
+        ("position_embeddings", torch.zeros(1, SEQUENCE, HIDDEN), None),
+        ("position_embeddings", torch.zeros(SEQUENCE, HIDDEN), None),
+        ("cache_position", torch.arange(SEQUENCE), None),
+        ("encoder_hidden_states", torch.zeros(BATCH, 5, HIDDEN), 0),
+        ("scale", torch.tensor(2.0), None),
+        ("use_cache", False, None),
+        ("dtype", torch.float32, None),
+    ],
+)
+def test_the_batch_is_found(name: str, value: Any, dimension: int | None) -> None:
+    assert cut(STATES, **{name: value}).dimensions == (0, dimension)
+
+
+@pytest.mark.parametrize(
+    ("states", "keywords", "reason"),
+    [
+        (STATES, {"past_key_values": object()}, r"past_key_values is a object"),
+        (STATES, {"bias": torch.zeros(BATCH * 4, 1, SEQUENCE)}, r"bias of shape \(24, 1, 16\)"),
+        (STATES, {"other": torch.zeros(1, BATCH, HIDDEN)}, "elsewhere"),
+        (STATES, {"other": torch.zeros(5, BATCH, HIDDEN)}, "elsewhere"),
+        (STATES, {"labels": torch.zeros(5, SEQUENCE)}, "elsewhere"),
+        (torch.zeros(BATCH * SEQUENCE, HIDDEN), {}, "no sequences"),
+        (torch.zeros(SEQUENCE, BATCH, HIDDEN), {}, r"the batch 6 sequences"),
+    ],
+)
+def test_where_shapes_do_not_tell_nothing_is_cut(
+    states: torch.Tensor, keywords: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(CannotCut, match=reason):
+        cut(states, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("frequencies", (3,)),
+        ("mask_of_positions", (3, 3)),
+        ("position_embeddings", (3, 3, 3, HIDDEN)),  # rows, or time, height and width
+    ],
+)
+def test_a_batch_as_large_as_another_dimension_is_not_guessed(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    states = torch.zeros(3, 3, HIDDEN)
+    with pytest.raises(CannotCut, match="may have the batch elsewhere"):
+        cut(states, batch=3, **{name: torch.zeros(shape)})
+    assert cut(states, batch=3, attention_mask=torch.zeros(3, 3)).dimensions == (0, 0)
+
+
+def test_parts_are_views_of_whole_outputs_also_of_tokens() -> None:
+    found = cut(STATES)
+    tokens = torch.arange(BATCH * SEQUENCE).float().reshape(-1, 1)
+    assert found.whole_shape(0, tokens[: 2 * SEQUENCE]) == tuple(tokens.shape)
+    found.part(1, tokens).zero_()
+    assert tokens.count_nonzero() == BATCH * SEQUENCE - 2 * SEQUENCE - 1
+    with pytest.raises(CannotCut, match="no dimension of 2 sequences"):
+        found.whole_shape(0, torch.zeros(1, 4, 16, 16))
