@@ -244,14 +244,24 @@ def _training(accounts: Accounts, args: argparse.Namespace) -> Training:
         ours=within_host_memory(accounts.shapes, accounts.memascend, args),
         device=DeviceSettings.from_deepspeed(accounts.settings, hidden=hidden),
         activations=accounts.block.activations,
+        micro_batches=accounts.block.micro_batches,
         has_fused_loss=args.fused_loss,
         has_tiled_mlp=args.tiled_mlp,
     )
 
 
 def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendConfig:
-    """Return the block of the JSON, with --limit in place of its own."""
+    """Return the block of the JSON, with --limit and --micro-batches in place of its own."""
     raw = dict(find_block(ds_config) or {})
+    if args.micro_batches is not None:
+        stated = raw.get("micro_batches")
+        if isinstance(stated, Mapping) and stated.get("sequences") is not None:
+            args.usage_error(
+                f"--micro-batches {args.micro_batches} contradicts memascend.micro_batches."
+                f"sequences={stated['sequences']} in --config, which already decides the number of "
+                "slices. Leave one of them out"
+            )
+        raw["micro_batches"] = {"count": args.micro_batches}
     if args.limit is not None:
         raw["host_memory_limit"] = args.limit
         if "." in args.limit or args.limit == "1":
