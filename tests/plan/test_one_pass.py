@@ -13,6 +13,7 @@ from memascend.plan.derive import PlanRequest, derive
 from memascend.plan.fit import DEVICE, HOST, Room
 from memascend.plan.one_pass import Comparison, Step, compare, fewest_slices
 from memascend.plan.shapes import builtin
+from tests.support.source_tree import ROOT
 from tests.support.trainings import training
 
 BATCH, CONTEXT = 16, 4096
@@ -77,6 +78,21 @@ def test_micro_steps_of_the_configuration_are_one_pass_each() -> None:
     assert accumulation.plan.request.gradient_accumulation_steps == 9
     assert one_pass.tokens == 3 * BATCH * CONTEXT
     assert one_pass.context.slice_tokens == accumulation.context.tokens == 6 * CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("gib", "one_pass_gb", "accumulation_gb"), [(24, 292, 617), (48, 256, 410)]
+)
+def test_the_table_of_one_pass_is_what_the_documents_have(
+    gib: int, one_pass_gb: int, accumulation_gb: int
+) -> None:
+    found = compare(limited(), room(gib), batch=BATCH, context=CONTEXT)
+    assert round(moved(found.one_pass) / GB) == one_pass_gb
+    assert round(moved(found.accumulation) / GB) == accumulation_gb
+    page = (ROOT / "docs" / "context.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {gib} GiB | "))
+    assert f"| {found.one_pass.slices} of {found.accumulation.sequences} sequences |" in row
+    assert row.endswith(f"| {one_pass_gb} GB | {accumulation_gb} GB |")
 
 
 @pytest.mark.parametrize(
