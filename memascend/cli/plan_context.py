@@ -388,8 +388,12 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
         "device's libraries (estimate)"
     )
     if not training.activations.enabled:
-        notes.append('memascend\'s columns need "activations": {"enabled": true} in the block')
-    ours = next(plan for plan in plans if plan.way is OURS_CHECKPOINTS)
+        notes.append(
+            'activations on the drive, as in memascend\'s columns, need "activations": '
+            '{"enabled": true} in the block'
+        )
+    by_title = {plan.way.title: plan for plan in plans}
+    ours = by_title.get(ONE_PASS, by_title[OURS_CHECKPOINTS.title])
     if ours.drive_bytes:
         notes.append(_advice(training, ours, _device_bytes(args)))
     return notes
@@ -402,10 +406,10 @@ def _advice(training: Training, ours: ContextPlan, device_bytes: int | None) -> 
         return f"a larger {key} reduces writes; with --device-memory the largest value is shown"
     spare_bytes = device_bytes - ours.device_bytes
     if spare_bytes < 0:
-        return f"with checkpointing and memascend the device lacks {format_nbytes(-spare_bytes)}"
+        return f"{ours.way.title}: the device lacks {format_nbytes(-spare_bytes)}"
     stays = page_down(min(spare_bytes, ours.drive_bytes))
     kept = training.activations.device_bytes + stays
     return (
-        f"{key} can be {kept} ({format_nbytes(kept)}) with checkpointing: each micro-step then "
+        f"{key} can be {kept} ({format_nbytes(kept)}) for {ours.way.title}: each micro-step then "
         f"writes and reads {format_nbytes(stays)} of {format_nbytes(ours.drive_bytes)} less"
     )

@@ -1,7 +1,7 @@
 """The longest context and the largest batch that fit, by the arithmetic of context.py.
 
-Memory depends only on the tokens of a micro-step and grows with them, so the largest number that
-fits is found by bisection.
+Memory depends only on the tokens of a micro-step and of a slice, and grows with them, so the
+largest number that fits is found by bisection.
 """
 
 from __future__ import annotations

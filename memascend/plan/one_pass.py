@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memascend.plan.context import (
     OURS_CHECKPOINTS,
@@ -67,7 +67,7 @@ class Comparison:
     one_pass: Step
     accumulation: Step
     is_chosen: bool  # whether the plan chose the number of slices; else it is stated
-    lacks: Mapping[str, int] = field(default_factory=dict)  # bytes that one pass lacks, by memory
+    lacks: Mapping[str, int]  # bytes that one pass lacks, by memory
 
 
 def compare(training: Training, room: Room | None, *, batch: int, context: int) -> Comparison:

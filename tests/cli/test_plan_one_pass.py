@@ -66,6 +66,7 @@ def test_the_fewest_slices_that_fit_are_chosen_and_told(
         "one pass writes 17.00 GiB of checkpoints in a step",
     ):  # fmt: skip
         assert part in text
+    assert re.search(r"device_bytes can be \d+ \(3\.87 GiB\) for memascend, one pass", text)
     found = as_json(capsys, *arguments)
     assert (found["one_pass"]["slices"], found["one_pass"]["is_chosen"]) == (8, True)
     one_pass = found["one_pass"]["one_pass"]
