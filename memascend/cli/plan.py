@@ -261,7 +261,8 @@ def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendC
                 f"sequences={stated['sequences']} in --config, which already decides the number of "
                 "slices. Leave one of them out"
             )
-        raw["micro_batches"] = {"count": args.micro_batches}
+        others = stated if isinstance(stated, Mapping) else {}
+        raw["micro_batches"] = {**others, "count": args.micro_batches}
     if args.limit is not None:
         raw["host_memory_limit"] = args.limit
         if "." in args.limit or args.limit == "1":

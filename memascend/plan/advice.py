@@ -85,11 +85,9 @@ def advise_one_pass(
         return ""
     batch = settings.train_micro_batch_size_per_gpu
     wanted = batch * steps if batch else f"{steps} times its value"
-    section: dict[str, int | None] = {"count": steps}
-    if micro_batches is not None and micro_batches.count is None:
-        section = {"sequences": micro_batches.sequences}
-    elif micro_batches is not None and micro_batches.count is not None:
-        section = {"count": steps * micro_batches.count}
+    section = {} if micro_batches is None else micro_batches.model_dump(exclude_defaults=True)
+    if "sequences" not in section:
+        section["count"] = steps * section.get("count", 1)
     block = json.dumps({"micro_batches": section})
     return (
         f"accumulation over {steps} micro-steps moves {format_nbytes(now)} in a step; one pass "

@@ -212,8 +212,8 @@ class Training:
     ) -> tuple[dict[str, int], int]:
         """Return (saved activations on the device by component, bytes on the drive).
 
-        The drive also gets the activations that the last norm and the loss save; with slices these
-        are their inputs alone.
+        The drive also gets the activations that the last norm and the loss save; in slices they
+        save their inputs alone.
         """
         of_layer = layer.hidden if way.has_checkpoints else layer.saved
         in_layers = tokens * widths.layers * of_layer
@@ -227,7 +227,8 @@ class Training:
         if slice_tokens == tokens:
             largest = max(largest, tokens * layer.final_norm_largest)
             behind = layer.final_norm
-            behind += 0 if self.has_fused_loss else FP32_BYTES * widths.vocabulary
+        if not self.has_fused_loss and self._head_tokens(tokens, slice_tokens) == tokens:
+            behind += FP32_BYTES * widths.vocabulary
         drive_bytes = max(0, in_layers + tokens * behind - self.activations.device_bytes)
         on_device = {KEPT: kept} if kept else {}
         return {**on_device, FLIGHT: min(IN_FLIGHT_COUNT * largest, in_layers - kept)}, drive_bytes
@@ -291,7 +292,8 @@ class Training:
         learning = self.shapes.trainable
         largest = max((tensor.numel for tensor in learning), default=0)
         found = {
-            LOSS: slice_tokens * (logits + layer.final_norm),
+            LOSS: self._head_tokens(tokens, slice_tokens) * logits
+            + slice_tokens * layer.final_norm,
             HEAD: self._gradient_bytes(way, largest),
             LAYER: slice_tokens * backward
             + tile
@@ -299,18 +301,24 @@ class Training:
         }
         if slice_tokens == tokens:
             return found
-        # Sums are complete when the last slice is: until then a slice's gradients are beside them.
+        # Until the last slice is done the layer has its sums; a slice's gradients are added to them
+        # one by one.
         whole = tokens * WHOLE_TENSORS * layer.hidden
         sum_itemsize = self.ours.request.gradient_itemsize
         outside = [tensor.numel for tensor in learning if not _is_in_layer(tensor)]
         in_layer = max(
             sum(one.numel for one in tensors if one.trainable) for tensors in self._layers()
         )
-        found[LAYER] = max(found[LAYER], in_layer * self.itemsize)
         sums = {LOSS: max(outside, default=0), HEAD: largest, LAYER: in_layer}
         return {
             moment: nbytes + whole + sums[moment] * sum_itemsize for moment, nbytes in found.items()
         }
+
+    def _head_tokens(self, tokens: int, slice_tokens: int) -> int:
+        """Return the tokens whose logits exist at once; a fused loss is not cut into slices."""
+        section = self.micro_batches
+        is_sliced = (section is None or section.head) and not self.has_fused_loss
+        return slice_tokens if is_sliced else tokens
 
     def _layers(self) -> list[list[TensorShape]]:
         """Return the parameters of each layer; the whole model if it has no numbered layers."""
