@@ -164,13 +164,14 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
     title = f"`{prefix.rstrip('.')}`" if prefix else "The block"
     rows, inner_sections = [], []
     for name, field in section.model_fields.items():
-        inner, element = _models_in(field.annotation)
-        if inner is not None and not element:
-            inner_sections.append((inner, f"{prefix}{name}."))
-            continue
-        if inner is not None:
-            inner_sections.append((inner, f"{prefix}{name}[]."))
-        takes = "list of paths or objects" if element else _takes(section, name, field)
+        inner, is_list = _models_in(field.annotation)
+        if inner is None:
+            takes = _takes(section, name, field)
+        else:
+            inner_sections.append((inner, f"{prefix}{name}{'[]' if is_list else ''}."))
+            if field.default is not None:
+                continue
+            takes = "list of paths or objects" if is_list else "object"
         row = f"`{prefix}{name}`", takes, _default(section, name, field), field.description or ""
         rows.append(f"| {' | '.join(row)} |")
     yield f"### {title}\n\n{(section.__doc__ or '').strip()}"
@@ -185,9 +186,9 @@ def _models_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for argument in typing.get_args(annotation):
-        found, _ = _models_in(argument)
+        found, is_list = _models_in(argument)
         if found is not None:
-            return found, True
+            return found, is_list or not _is_union(annotation)
     return None, False
 
 
@@ -220,10 +221,14 @@ def _takes_units(section: type[BaseModel], name: str) -> bool:
     return True
 
 
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) is Annotated:
         return _alternatives(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if _is_union(annotation):
         return tuple(kind for part in typing.get_args(annotation) for kind in _alternatives(part))
     return (annotation,)
 

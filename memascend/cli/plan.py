@@ -47,7 +47,7 @@ from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
-from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
+from memascend.plan.advice import advise, advise_in_cpu, advise_one_pass, advise_pinning
 from memascend.plan.context import DeviceSettings, Training, widths_of
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
@@ -244,14 +244,25 @@ def _training(accounts: Accounts, args: argparse.Namespace) -> Training:
         ours=within_host_memory(accounts.shapes, accounts.memascend, args),
         device=DeviceSettings.from_deepspeed(accounts.settings, hidden=hidden),
         activations=accounts.block.activations,
+        micro_batches=accounts.block.micro_batches,
         has_fused_loss=args.fused_loss,
         has_tiled_mlp=args.tiled_mlp,
     )
 
 
 def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendConfig:
-    """Return the block of the JSON, with --limit in place of its own."""
+    """Return the block of the JSON, with --limit and --micro-batches in place of its own."""
     raw = dict(find_block(ds_config) or {})
+    if args.micro_batches is not None:
+        stated = raw.get("micro_batches")
+        if isinstance(stated, Mapping) and stated.get("sequences") is not None:
+            args.usage_error(
+                f"--micro-batches {args.micro_batches} contradicts memascend.micro_batches."
+                f"sequences={stated['sequences']} in --config, which already decides the number of "
+                "slices. Leave one of them out"
+            )
+        others = stated if isinstance(stated, Mapping) else {}
+        raw["micro_batches"] = {**others, "count": args.micro_batches}
     if args.limit is not None:
         raw["host_memory_limit"] = args.limit
         if "." in args.limit or args.limit == "1":
@@ -352,6 +363,8 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
     notes.append(advise(accounts.shapes, plan))
     notes.append(advise_in_cpu(accounts.shapes, plan))
+    micro_batches = accounts.block.micro_batches
+    notes.append(advise_one_pass(accounts.shapes, plan, accounts.settings, micro_batches))
     if args.config is not None:
         notes.append(advise_pinning(accounts.shapes, plan, accounts.settings))
     if plan.limit_bytes is not None:

@@ -16,6 +16,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
+from memascend.cli.plan_one_pass import (
+    ONE_PASS,
+    comparison_json,
+    comparison_table,
+    context_of,
+    largest_slice,
+    notes_of_comparison,
+    slice_tokens_of,
+)
 from memascend.cli.plan_time import drive_seconds
 from memascend.errors import ConfigError
 from memascend.plan.context import (
@@ -33,6 +42,7 @@ from memascend.plan.derive import Plan, derive
 from memascend.plan.fit import TOKENS_MAX, Fit, Room, fit
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.layers import LOGITS_BYTES
+from memascend.plan.one_pass import Comparison, compare
 from memascend.plan.shapes import ModelShapes, builtin
 
 #: Models and machines of the table that `--table --fit` prints.
@@ -57,6 +67,13 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sequences per rank and micro-step (default: 1)",
     )
+    group.add_argument(
+        "--micro-batches",
+        type=whole_number,
+        metavar="K",
+        help="slices of a batch that is computed in one pass (default: of the config's block, else "
+        "the fewest that fit --device-memory)",
+    )
     group.add_argument("--device-memory", metavar="SIZE", help='of one rank, such as "24GiB"')
     group.add_argument("--host-memory", metavar="SIZE", help="of one rank, with Python and torch")
     group.add_argument(
@@ -78,20 +95,28 @@ def check_context_options(args: argparse.Namespace) -> None:
         args.usage_error("--fit needs --device-memory")
     if args.table and args.context is not None and not args.fit:
         args.usage_error("--context needs MODEL, or --fit beside --table")
-    if args.compute is not None and (args.table or is_asked(args)):
-        args.usage_error("--compute cannot be combined with --table, --context or --fit")
+    if args.compute is not None and (args.table or (args.fit and args.context is None)):
+        args.usage_error("--compute cannot be combined with --table, or with --fit alone")
+    if args.micro_batches is not None and args.table:
+        args.usage_error("--micro-batches needs MODEL, and cannot be combined with --table")
     given = {
         "--device-memory": args.device_memory is not None,
         "--host-memory": args.host_memory is not None,
         "--batch": args.batch != 1,
         "--fused-loss": args.fused_loss,
         "--tiled-mlp": args.tiled_mlp,
+        "--micro-batches": args.micro_batches is not None,
     }
     for option, is_given in given.items():
         if is_given and not is_asked(args):
             args.usage_error(f"{option} needs --context or --fit")
     if (args.context or 1) * args.batch > TOKENS_MAX:
         args.usage_error(f"--context times --batch must be at most {TOKENS_MAX} tokens")
+    if (args.micro_batches or 1) > args.batch:
+        args.usage_error(
+            f"--micro-batches {args.micro_batches} is more than --batch {args.batch}: a slice has "
+            f"at least one sequence. At most --micro-batches {args.batch}"
+        )
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -117,7 +142,9 @@ def context_json(training: Training, args: argparse.Namespace) -> dict[str, Any]
     """Return the numbers for `--json`."""
     found: dict[str, Any] = {}
     if args.context is not None:
-        plans = _plans(training, args)
+        comparison = _comparison(training, args)
+        found["one_pass"] = comparison_json(comparison, args)
+        plans = _plans(training, comparison, args)
         found["context"] = {
             "context": args.context,
             "batch": args.batch,
@@ -135,6 +162,8 @@ def context_json(training: Training, args: argparse.Namespace) -> dict[str, Any]
             | ({} if largest is None else {"batch": largest.count})
             for title, (longest, largest) in _fits(training, args).items()
         }
+        if args.context is not None:
+            found["fit"][ONE_PASS]["slice"] = _largest_slice(training, args)
     return found
 
 
@@ -142,12 +171,18 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
     """Print the tables and notes."""
     console = Console()
     if args.context is not None:
-        plans = _plans(training, args)
+        comparison = _comparison(training, args)
+        plans = _plans(training, comparison, args)
         console.print(_table_of_bytes(training, plans, args))
-        for note in _notes(training, plans, args):
+        if comparison.one_pass.slices > 1:
+            console.print(comparison_table(training, comparison, args))
+        for note in _notes(training, plans, args) + notes_of_comparison(comparison, args):
             console.print(f"- {note}", markup=False, highlight=False)
     if args.fit:
         console.print(_table_of_fits(training, args))
+        if args.context is not None and (sequences := _largest_slice(training, args)):
+            note = f"one pass over {args.batch} sequence(s): slices of up to {sequences} fit"
+            console.print(f"- {note}", markup=False, highlight=False)
 
 
 def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any) -> str:
@@ -206,14 +241,34 @@ def _size(text: str | None, option: str) -> int | None:
     return nbytes
 
 
-def _plans(training: Training, args: argparse.Namespace) -> list[ContextPlan]:
+def _room(args: argparse.Namespace) -> Room | None:
+    device_bytes = _device_bytes(args)
+    if device_bytes is None:
+        return None
+    return Room(device_bytes=device_bytes, host_bytes=_host_bytes(args))
+
+
+def _comparison(training: Training, args: argparse.Namespace) -> Comparison:
+    return compare(training, _room(args), batch=args.batch, context=args.context)
+
+
+def _largest_slice(training: Training, args: argparse.Namespace) -> int:
+    room = _room(args) or Room(device_bytes=0)
+    return largest_slice(training, room, batch=args.batch, context=args.context)
+
+
+def _plans(
+    training: Training, comparison: Comparison, args: argparse.Namespace
+) -> list[ContextPlan]:
+    """Return the ways to train; one pass is one of them if it has slices."""
     tokens, device_bytes = args.context * args.batch, _device_bytes(args) or 0
-    return [training.plan(way, tokens, device_bytes=device_bytes) for way in WAYS]
+    plans = [training.plan(way, tokens, device_bytes=device_bytes) for way in WAYS]
+    return plans + ([context_of(comparison)] if comparison.one_pass.slices > 1 else [])
 
 
 def _fits(training: Training, args: argparse.Namespace) -> dict[str, tuple[Fit, Fit | None]]:
     """Return by title the longest context, and the largest batch if a context is given."""
-    room = Room(device_bytes=_device_bytes(args) or 0, host_bytes=_host_bytes(args))
+    room = _room(args) or Room(device_bytes=0)
     units = (args.batch, args.context)
     found = {}
     for way in WAYS:
@@ -221,6 +276,17 @@ def _fits(training: Training, args: argparse.Namespace) -> dict[str, tuple[Fit, 
             unit and fit(training, way, room=room, unit_tokens=unit) for unit in units
         )
         found[way.title] = longest, largest
+    if args.batch > 1 or args.context is not None:
+        slices = (
+            slice_tokens_of(training, batch=args.batch),
+            slice_tokens_of(training, context=args.context),
+        )
+        longest, largest = (
+            unit
+            and fit(training, OURS_CHECKPOINTS, room=room, unit_tokens=unit, slice_tokens_of=of)
+            for unit, of in zip(units, slices, strict=True)
+        )
+        found[ONE_PASS] = longest, largest
     return found
 
 
@@ -322,8 +388,12 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
         "device's libraries (estimate)"
     )
     if not training.activations.enabled:
-        notes.append('memascend\'s columns need "activations": {"enabled": true} in the block')
-    ours = next(plan for plan in plans if plan.way is OURS_CHECKPOINTS)
+        notes.append(
+            'activations on the drive, as in memascend\'s columns, need "activations": '
+            '{"enabled": true} in the block'
+        )
+    by_title = {plan.way.title: plan for plan in plans}
+    ours = by_title.get(ONE_PASS, by_title[OURS_CHECKPOINTS.title])
     if ours.drive_bytes:
         notes.append(_advice(training, ours, _device_bytes(args)))
     return notes
@@ -336,10 +406,10 @@ def _advice(training: Training, ours: ContextPlan, device_bytes: int | None) -> 
         return f"a larger {key} reduces writes; with --device-memory the largest value is shown"
     spare_bytes = device_bytes - ours.device_bytes
     if spare_bytes < 0:
-        return f"with checkpointing and memascend the device lacks {format_nbytes(-spare_bytes)}"
+        return f"{ours.way.title}: the device lacks {format_nbytes(-spare_bytes)}"
     stays = page_down(min(spare_bytes, ours.drive_bytes))
     kept = training.activations.device_bytes + stays
     return (
-        f"{key} can be {kept} ({format_nbytes(kept)}) with checkpointing: each micro-step then "
+        f"{key} can be {kept} ({format_nbytes(kept)}) for {ours.way.title}: each micro-step then "
         f"writes and reads {format_nbytes(stays)} of {format_nbytes(ours.drive_bytes)} less"
     )

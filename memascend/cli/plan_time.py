@@ -36,7 +36,8 @@ def add_time_options(parser: argparse.ArgumentParser) -> None:
         type=_above_zero,
         nargs=2,
         metavar=("FORWARD", "BACKWARD"),
-        help="compute seconds of a micro-step's passes: gives the least time of a step",
+        help="compute seconds of a micro-step's passes, with --context those of --batch: gives the "
+        "least time of a step",
     )
 
 
@@ -50,9 +51,14 @@ def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
     return plan.step_seconds(**_speeds(args))
 
 
+def drive_time(plan: Plan, args: argparse.Namespace, *, activation_bytes: int = 0) -> DriveTime:
+    """Return the drive time of a step's parts; a micro-step saves `activation_bytes` there."""
+    return DriveTime.of_plan(plan, activation_bytes=activation_bytes, **_speeds(args))
+
+
 def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
     """Return notes on how far compute hides the optimizer's drive time."""
-    drive = DriveTime.of_plan(plan, **_speeds(args))
+    drive = drive_time(plan, args)
     notes = []
     if plan.drive.get(SECOND_VALUES):
         what = "a part of the optimizer" if drive.optimizer_s else "the optimizer"
@@ -88,7 +94,7 @@ def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
 
 def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
     """Return the numbers for `--json`."""
-    drive = DriveTime.of_plan(plan, **_speeds(args))
+    drive = drive_time(plan, args)
     found = {"hiding_forward_seconds": drive.behind_s if drive.goes_behind else None}
     if args.compute is not None:
         found["least_seconds"] = drive.step_s(*args.compute)

@@ -1,11 +1,16 @@
-"""Advice from the plan: traffic that more host memory would save, and settings that waste it."""
+"""Advice from the plan: traffic that more host memory or one pass per step would save, and waste.
+
+Wasteful are settings that take memory without an effect.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from memascend.base.components import PARAMETERS_IN_CPU
 from memascend.base.units import GIB, format_nbytes
+from memascend.config.block import BLOCK_KEY, MicroBatchConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.derive import Plan, derive
 from memascend.plan.shapes import ModelShapes
@@ -59,6 +64,37 @@ def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
     return (
         f"{text}. As a host_memory_limit of {format_nbytes(plan.host_bytes)} the same memory would "
         f"save {format_nbytes(saved)} of the {format_nbytes(_moved_bytes(plan))} that a step moves"
+    )
+
+
+def advise_one_pass(
+    shapes: ModelShapes,
+    plan: Plan,
+    settings: DeepSpeedSettings,
+    micro_batches: MicroBatchConfig | None = None,
+) -> str:
+    """Return a line with the traffic that one pass would save; empty if nothing accumulates.
+
+    `micro_batches` is the section of the block, as it is now.
+    """
+    steps = plan.request.gradient_accumulation_steps
+    one_pass = replace(plan.request, gradient_accumulation_steps=1)
+    now = _moved_bytes(plan)
+    then = _moved_bytes(derive(shapes, request=one_pass, limit_bytes=plan.limit_bytes))
+    if steps == 1 or then >= now:
+        return ""
+    batch = settings.train_micro_batch_size_per_gpu
+    wanted = batch * steps if batch else f"{steps} times its value"
+    section = {} if micro_batches is None else micro_batches.model_dump(exclude_defaults=True)
+    if "sequences" not in section:
+        section["count"] = steps * section.get("count", 1)
+    block = json.dumps({"micro_batches": section})
+    return (
+        f"accumulation over {steps} micro-steps moves {format_nbytes(now)} in a step; one pass "
+        f"over the same sequences would move {format_nbytes(then)} ({1 - then / now:.0%} less). "
+        f"Set train_micro_batch_size_per_gpu to {wanted} and gradient_accumulation_steps to 1 (or "
+        f'the Trainer\'s arguments for them), and add "{BLOCK_KEY}": {block}. It needs gradient '
+        "checkpointing; `memascend plan --context` has its device memory"
     )
 
 

@@ -5,7 +5,9 @@ Saved activations stay on the device, go to pinned host memory (transformers' ch
 state per layer, without it everything in the table of layers.py.
 
 Peak device memory is the lasting memory plus the largest temporary of three moments: the loss, the
-reduction of the largest gradient, and the backward pass of a layer. Checkpoints, the reduce bucket
+reduction of the largest gradient, and the backward pass of a layer. One pass in slices
+(`micro_batches`) has its logits and its recomputed layer for one slice only, but tensors as large
+as a hidden state of the whole batch, and sums of gradients. Checkpoints, the reduce bucket
 and drive bytes are exact; the rest are estimates, named as such. Defaults and temporaries are those
 of DeepSpeed 0.19.8: runtime/zero/config.py, stage3.py and partitioned_param_coordinator.
 
@@ -23,7 +25,7 @@ from memascend.base.components import WAITING_GRADIENTS
 from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
 from memascend.base.sizes import IN_FLIGHT_COUNT
 from memascend.base.units import GIB, power_of_two_up
-from memascend.config.block import ActivationConfig
+from memascend.config.block import ActivationConfig, MicroBatchConfig
 from memascend.config.deepspeed import DeepSpeedSettings, ZeroOptimization
 from memascend.errors import ConfigError
 from memascend.plan.derive import Plan
@@ -82,8 +84,18 @@ OURS_CHECKPOINTS = Way(
     "memascend, checkpointing", place="drive", has_memascend=True, has_checkpoints=True
 )
 OURS_ALL = Way("memascend, no checkpointing", place="drive", has_memascend=True)
+#: For a step in which saved activations need no drive; `WAYS` has the other one.
+OURS_ON_DEVICE = Way(
+    "memascend, checkpoints on the device", place="device", has_memascend=True, has_checkpoints=True
+)
 WAYS = (STOCK_ALL, STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS, OURS_ALL)
 
+
+#: Beside its input, which is the checkpoint, a layer in slices holds three tensors of the whole
+#: batch: its output, and the gradients of both. The last norm, head and loss hold as many.
+WHOLE_TENSORS = 3
+#: Saved for the whole batch beside a checkpoint for each layer: inputs of the last norm and head.
+TAIL_TENSORS = 2
 
 _ZERO = ZeroOptimization()
 
@@ -119,6 +131,7 @@ class ContextPlan:
 
     way: Way
     tokens: int  # tokens of one micro-step: context times batch
+    slice_tokens: int  # tokens that a layer computes at once: `tokens` without slices
     device: Mapping[str, int]  # lasting device memory, by component
     moments: Mapping[str, int]  # temporary device memory, by moment
     host_bytes: int  # peak host memory, HOST_RESERVE_BYTES included
@@ -140,6 +153,7 @@ class Training:
     ours: Plan  # its plan with memascend, slots of activations included
     device: DeviceSettings  # settings that device memory depends on
     activations: ActivationConfig  # the section `activations` of the block
+    micro_batches: MicroBatchConfig | None = None  # its section `micro_batches`
     has_fused_loss: bool = False  # whether logits are computed in chunks, and not saved
     has_tiled_mlp: bool = False  # whether MLPs process their tokens in tiles
     rounds_pinned: bool = True  # whether pinned memory is rounded up to a power of two, as by torch
@@ -149,14 +163,22 @@ class Training:
         """Bytes of an element of a parameter, of a hidden state, and of a reduced gradient."""
         return self.ours.request.param_itemsize
 
-    def plan(self, way: Way, tokens: int, *, device_bytes: int = 0) -> ContextPlan:
+    def plan(
+        self, way: Way, tokens: int, *, slice_tokens: int | None = None, device_bytes: int = 0
+    ) -> ContextPlan:
         """Compute the bytes for the tokens of one micro-step on this rank: context times batch.
 
-        A share of the device's total memory bounds released parameters.
+        With fewer `slice_tokens` than `tokens` a layer computes the micro-step in slices of so many
+        tokens at most: `memascend.micro_batches`, which needs checkpointing. A share of
+        `device_bytes`, the device's total memory, bounds released parameters.
         """
+        if slice_tokens is None or slice_tokens >= tokens:
+            slice_tokens = tokens
+        elif not (way.has_memascend and way.has_checkpoints):
+            raise ValueError(f"{way.title}: slices need memascend and checkpointing")
         widths = widths_of(self.shapes)
         layer = layer_bytes(widths, self.itemsize, has_tiled_mlp=self.has_tiled_mlp)
-        saved, drive_bytes = self._saved(way, tokens, widths, layer)
+        saved, drive_bytes = self._saved(way, tokens, slice_tokens, widths, layer)
         activations_bytes = 0
         if way.place == "host":
             pinned = layer.hidden * tokens
@@ -167,6 +189,7 @@ class Training:
         return ContextPlan(
             way=way,
             tokens=tokens,
+            slice_tokens=slice_tokens,
             device={
                 GATHERED: self._gathered_numel() * self.itemsize,
                 **(self._ours(device_bytes) if way.has_memascend else {}),
@@ -174,7 +197,7 @@ class Training:
                 **saved,
                 RESERVE: DEVICE_RESERVE_BYTES,
             },
-            moments=self._moments(way, tokens, widths, layer),
+            moments=self._moments(way, tokens, slice_tokens, widths, layer),
             host_bytes=(
                 (self.ours.host_bytes if way.has_memascend else stock_bytes) + HOST_RESERVE_BYTES
             ),
@@ -185,11 +208,12 @@ class Training:
     # -- saved activations -------------------------------------------------------------------------
 
     def _saved(
-        self, way: Way, tokens: int, widths: Widths, layer: LayerBytes
+        self, way: Way, tokens: int, slice_tokens: int, widths: Widths, layer: LayerBytes
     ) -> tuple[dict[str, int], int]:
         """Return (saved activations on the device by component, bytes on the drive).
 
-        The drive also gets the activations that the last norm and the loss save.
+        The drive also gets the activations that the last norm and the loss save; in slices they
+        save their inputs alone.
         """
         of_layer = layer.hidden if way.has_checkpoints else layer.saved
         in_layers = tokens * widths.layers * of_layer
@@ -199,9 +223,11 @@ class Training:
         if way.place == "device" or largest < self.activations.min_bytes:
             return {CHECKPOINTS if way.has_checkpoints else SAVED: in_layers}, 0
         kept = min(self.activations.device_bytes, in_layers)
-        largest = max(largest, tokens * layer.final_norm_largest)
-        behind = layer.final_norm
-        if not self.has_fused_loss:
+        behind = TAIL_TENSORS * layer.hidden
+        if slice_tokens == tokens:
+            largest = max(largest, tokens * layer.final_norm_largest)
+            behind = layer.final_norm
+        if not self.has_fused_loss and self._head_tokens(tokens, slice_tokens) == tokens:
             behind += FP32_BYTES * widths.vocabulary
         drive_bytes = max(0, in_layers + tokens * behind - self.activations.device_bytes)
         on_device = {KEPT: kept} if kept else {}
@@ -254,27 +280,58 @@ class Training:
 
     # -- temporaries -------------------------------------------------------------------------------
 
-    def _moments(self, way: Way, tokens: int, widths: Widths, layer: LayerBytes) -> dict[str, int]:
+    def _moments(
+        self, way: Way, tokens: int, slice_tokens: int, widths: Widths, layer: LayerBytes
+    ) -> dict[str, int]:
         logits = FUSED_LOSS_TENSORS * layer.hidden
         if not self.has_fused_loss:
             logits = LOGITS_BYTES * widths.vocabulary
         # Without recomputation the layer's saved activations are counted in _saved() already.
         backward = layer.backward if way.has_checkpoints else layer.gradients
-        tile = min(tokens, widths.hidden) * layer.tile  # as DeepSpeed's examples divide tokens
+        tile = min(slice_tokens, widths.hidden) * layer.tile  # as DeepSpeed's examples divide them
         learning = self.shapes.trainable
         largest = max((tensor.numel for tensor in learning), default=0)
-        return {
-            LOSS: tokens * (logits + layer.final_norm),
+        found = {
+            LOSS: self._head_tokens(tokens, slice_tokens) * logits
+            + slice_tokens * layer.final_norm,
             HEAD: self._gradient_bytes(way, largest),
-            LAYER: tokens * backward
+            LAYER: slice_tokens * backward
             + tile
             + self._gradient_bytes(way, _largest_in_layers(learning)),
         }
+        if slice_tokens == tokens:
+            return found
+        # Until the last slice is done the layer has its sums; a slice's gradients are added to them
+        # one by one.
+        whole = tokens * WHOLE_TENSORS * layer.hidden
+        sum_itemsize = self.ours.request.gradient_itemsize
+        outside = [tensor.numel for tensor in learning if not _is_in_layer(tensor)]
+        in_layer = max(
+            sum(one.numel for one in tensors if one.trainable) for tensors in self._layers()
+        )
+        sums = {LOSS: max(outside, default=0), HEAD: largest, LAYER: in_layer}
+        return {
+            moment: nbytes + whole + sums[moment] * sum_itemsize for moment, nbytes in found.items()
+        }
+
+    def _head_tokens(self, tokens: int, slice_tokens: int) -> int:
+        """Return the tokens whose logits exist at once; a fused loss is not cut into slices."""
+        section = self.micro_batches
+        is_sliced = (section is None or section.head) and not self.has_fused_loss
+        return slice_tokens if is_sliced else tokens
+
+    def _layers(self) -> list[list[TensorShape]]:
+        """Return the parameters of each layer; the whole model if it has no numbered layers."""
+        layers = [layer for layer in self.shapes.layers() if _is_in_layer(layer[0])]
+        return layers or [list(self.shapes.tensors)]
+
+
+def _is_in_layer(tensor: TensorShape) -> bool:
+    return bool(re.search(r"\.\d+\.", tensor.name))
 
 
 def _largest_in_layers(tensors: Sequence[TensorShape]) -> int:
-    in_layers = (tensor.numel for tensor in tensors if re.search(r"\.\d+\.", tensor.name))
-    return max(in_layers, default=0)
+    return max((tensor.numel for tensor in tensors if _is_in_layer(tensor)), default=0)
 
 
 def widths_of(shapes: ModelShapes) -> Widths:

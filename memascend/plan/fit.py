@@ -1,12 +1,12 @@
 """The longest context and the largest batch that fit, by the arithmetic of context.py.
 
-Memory depends only on the tokens of a micro-step and grows with them, so the largest number that
-fits is found by bisection.
+Memory depends only on the tokens of a micro-step and of a slice, and grows with them, so the
+largest number that fits is found by bisection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memascend.plan.context import ContextPlan, Training, Way
@@ -40,14 +40,24 @@ class Fit:
     limits: Mapping[str, int] = field(default_factory=dict)  # bytes that one unit more lacks
 
 
-def fit(training: Training, way: Way, *, room: Room, unit_tokens: int) -> Fit:
+def fit(
+    training: Training,
+    way: Way,
+    *,
+    room: Room,
+    unit_tokens: int,
+    slice_tokens_of: Callable[[int], int] | None = None,
+) -> Fit:
     """Find the largest multiple of a number of tokens that fits.
 
-    The unit is the batch for the longest context, and the context for the largest batch.
+    The unit is the batch for the longest context, and the context for the largest batch. Given
+    `slice_tokens_of`, layers compute so many units in slices of so many tokens.
     """
 
     def short(count: int) -> dict[str, int]:
-        plan = training.plan(way, count * unit_tokens, device_bytes=room.device_bytes)
+        slice_tokens = slice_tokens_of and slice_tokens_of(count)
+        tokens, device_bytes = count * unit_tokens, room.device_bytes
+        plan = training.plan(way, tokens, slice_tokens=slice_tokens, device_bytes=device_bytes)
         return room.short(plan)
 
     fits, ends = 0, 1

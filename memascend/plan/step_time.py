@@ -46,26 +46,38 @@ class DriveTime:
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, *, read_gb_s: float, write_gb_s: float, ranks: int = 1
+        cls,
+        plan: Plan,
+        *,
+        read_gb_s: float,
+        write_gb_s: float,
+        ranks: int = 1,
+        activation_bytes: int = 0,
     ) -> DriveTime:
-        """Return the drive time for the traffic of a plan; speeds are in 10^9 bytes per second."""
+        """Return the drive time for the traffic of a plan; speeds are in 10^9 bytes per second.
+
+        Each micro-step writes `activation_bytes` of saved activations in its forward pass, and
+        reads them in its backward pass.
+        """
 
         def seconds(moved: _Moved) -> float:
             return ranks * max(moved.read / read_gb_s, moved.written / write_gb_s) / 1e9
 
         steps = plan.request.gradient_accumulation_steps
-        first = _Moved(plan.drive[PARAMETERS], 0)
+        saved = _Moved(0, activation_bytes)
+        first = _Moved(plan.drive[PARAMETERS], 0).beside(saved)
         back = _Moved(plan.backward_parameters_bytes, 0)
         further_bytes = plan.read_bytes[PARAMETERS] - first.read - steps * back.read
+        further = _Moved(further_bytes / max(1, steps - 1), 0).beside(saved)
         sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
         # The last micro-step has more traffic of sums than the others. Spread evenly, the result
         # stays a lower bound.
         sums = _Moved(sums_read / steps, plan.passes_written_bytes / steps)
-        backward = back.beside(sums)
+        backward = back.beside(sums).beside(_Moved(activation_bytes, 0))
         early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(
             first_forward_s=seconds(first),
-            forward_s=seconds(_Moved(further_bytes / max(1, steps - 1), 0)),
+            forward_s=seconds(further),
             backward_s=seconds(backward),
             last_backward_s=seconds(backward.beside(early)),
             optimizer_s=seconds(rest),

@@ -192,6 +192,9 @@ def test_shapes_without_a_config_are_refused(
         (["--tiled-mlp"], "--tiled-mlp needs --context or --fit"),
         (["--host-memory", "8GiB"], "--host-memory needs --context or --fit"),
         (["--device-memory", "8GiB"], "--device-memory needs --context or --fit"),
+        (["--micro-batches", "1"], "--micro-batches needs --context or --fit"),
+        (["--context", "8", "--micro-batches", "0"], "must be a whole number from 1 to"),
+        (["--context", "8", "--micro-batches", "2"], "--micro-batches 2 is more than --batch 1"),
     ],
 )
 def test_a_mistake_in_the_command_line_is_exit_2(

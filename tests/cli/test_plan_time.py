@@ -118,7 +118,7 @@ def test_an_optimizer_on_the_cpu_leaves_the_drive_its_parameters_to_write(
         ["--drive-write", "fast"],
         ["--compute", "1"],
         ["--compute", "1", "-2"],
-        ["--compute", "1", "2", "--context", "4096"],
+        ["--compute", "1", "2", "--fit", "--device-memory", "24GiB"],
     ],
 )
 def test_a_time_or_speed_that_cannot_be_is_exit_2(

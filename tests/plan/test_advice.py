@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB, MIB, format_nbytes
+from memascend.config.block import MicroBatchConfig
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
-from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
+from memascend.plan.advice import advise, advise_in_cpu, advise_one_pass, advise_pinning
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
@@ -64,6 +65,37 @@ def test_max_in_cpu_is_said_to_take_memory_that_is_better_used_otherwise() -> No
 def test_without_max_in_cpu_there_is_nothing_to_say_of_it() -> None:
     plan = derive(decoder(), request=REQUEST)
     assert advise_in_cpu(decoder(), plan) == ""
+
+
+@pytest.mark.parametrize(
+    ("stated", "section", "batch", "wanted"),
+    [
+        (None, '{"micro_batches": {"count": 8}}', 0, "8 times its value"),
+        (MicroBatchConfig(count=2), '{"micro_batches": {"count": 16}}', 2, "16"),
+        (MicroBatchConfig(sequences=1), '{"micro_batches": {"sequences": 1}}', 2, "16"),
+    ],
+)
+def test_a_run_that_accumulates_is_told_what_one_pass_saves_and_how(
+    stated: MicroBatchConfig | None, section: str, batch: int, wanted: str
+) -> None:
+    shapes = builtin("Llama-3.1-8B")
+    request = PlanRequest(gradient_accumulation_steps=8)
+    plan = derive(shapes, request=request, limit_bytes=6 * GIB)
+    one_pass = derive(shapes, request=REQUEST, limit_bytes=6 * GIB)
+    settings = DeepSpeedSettings(train_micro_batch_size_per_gpu=batch)
+    found = advise_one_pass(shapes, plan, settings, stated)
+    for part in (
+        f"moves {format_nbytes(moved_bytes(plan))} in a step",
+        f"would move {format_nbytes(moved_bytes(one_pass))} (59% less)",
+        f"train_micro_batch_size_per_gpu to {wanted} and gradient_accumulation_steps to 1",
+        f'add "memascend": {section}',
+    ):
+        assert part in found
+
+
+def test_a_run_that_does_not_accumulate_is_in_one_pass_already() -> None:
+    plan = derive(decoder(), request=REQUEST)
+    assert advise_one_pass(decoder(), plan, DeepSpeedSettings()) == ""
 
 
 def zero_3(param: dict[str, Any], optimizer: dict[str, Any]) -> DeepSpeedSettings:

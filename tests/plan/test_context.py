@@ -10,7 +10,7 @@ import pytest
 
 from memascend.base.components import WAITING_GRADIENTS
 from memascend.base.units import GIB, MIB
-from memascend.config.block import ActivationConfig
+from memascend.config.block import ActivationConfig, MicroBatchConfig
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.context import (
@@ -25,6 +25,7 @@ from memascend.plan.context import (
     LOSS,
     OURS_ALL,
     OURS_CHECKPOINTS,
+    OURS_ON_DEVICE,
     RELEASED,
     SAVED,
     STOCK_ALL,
@@ -238,6 +239,70 @@ def test_activations_are_moved_in_every_micro_step() -> None:
     assert found.read_bytes["activations"] == found.written_bytes["activations"] == 40 * GIB
     speeds = {"read_gb_s": 5.0, "write_gb_s": 3.0}
     assert found.step_seconds(**speeds) > plan.step_seconds(**speeds)
+
+
+def test_slices_have_their_logits_and_layers_beside_tensors_of_the_whole_batch() -> None:
+    """Sums are of the head, of the largest tensor, of a layer; here in bf16."""
+    whole, sliced = (
+        training().plan(OURS_ON_DEVICE, TOKENS, slice_tokens=tokens)
+        for tokens in (TOKENS, TOKENS // 8)
+    )
+    alone = training().plan(OURS_ON_DEVICE, TOKENS // 8)
+    assert sliced.device[CHECKPOINTS] == whole.device[CHECKPOINTS] == 32 * HIDDEN_BYTES
+    layer_numel = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * DOWN_NUMEL + 2 * 4096
+    added = {LOSS: HEAD_NUMEL, HEAD: HEAD_NUMEL, LAYER: layer_numel}
+    for moment, numel in added.items():
+        assert sliced.moments[moment] - alone.moments[moment] == 3 * HIDDEN_BYTES + 2 * numel
+    assert whole == training().plan(OURS_ON_DEVICE, TOKENS)
+
+
+def test_sums_have_the_dtype_of_accumulation() -> None:
+    request = PlanRequest(accumulation_dtype="fp32")
+    narrow, wide = (
+        start.plan(OURS_ON_DEVICE, TOKENS, slice_tokens=1024).moments
+        for start in (training(), training(request=request))
+    )
+    assert wide[LOSS] - narrow[LOSS] == 2 * HEAD_NUMEL
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_head_that_is_not_cut_has_the_logits_of_the_whole_batch(is_fused: bool) -> None:
+    """The section says so, or the loss is fused, of which a head in slices knows nothing."""
+    section = MicroBatchConfig(count=8, head=False)
+    whole = training(micro_batches=section, has_fused_loss=is_fused)
+    moments = whole.plan(OURS_ON_DEVICE, TOKENS, slice_tokens=TOKENS // 8).moments
+    of_token = 3 * 4096 * 2 if is_fused else 12 * 128_256
+    norm_bytes = TOKENS // 8 * (8 * 4096 + 4)
+    assert moments[LOSS] - TOKENS * of_token - norm_bytes == 3 * HIDDEN_BYTES + 2 * HEAD_NUMEL
+    cut = training(has_fused_loss=is_fused)
+    same = cut.plan(OURS_ON_DEVICE, TOKENS, slice_tokens=TOKENS // 8).moments
+    assert (moments == same) == is_fused
+    saved_bytes = whole.plan(OURS_CHECKPOINTS, TOKENS, slice_tokens=TOKENS // 8).drive_bytes
+    probabilities = 0 if is_fused else TOKENS * 4 * 128_256
+    assert saved_bytes == (32 + 2) * HIDDEN_BYTES + probabilities
+
+
+def test_frozen_parameters_have_no_sums() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    tensors = tuple(dataclasses.replace(tensor, trainable=False) for tensor in shapes.tensors)
+    frozen = dataclasses.replace(training(), shapes=dataclasses.replace(shapes, tensors=tensors))
+    moments = frozen.plan(OURS_ON_DEVICE, TOKENS, slice_tokens=1024).moments
+    assert moments[HEAD] == 3 * HIDDEN_BYTES
+
+
+def test_slices_save_inputs_alone_on_the_drive() -> None:
+    """Those of each layer, of the last norm and of the head; two of them are in flight."""
+    for is_fused in (False, True):
+        plan = training(has_fused_loss=is_fused).plan(OURS_CHECKPOINTS, TOKENS, slice_tokens=4096)
+        assert plan.drive_bytes == (32 + 2) * HIDDEN_BYTES
+        assert plan.device[FLIGHT] == 2 * HIDDEN_BYTES
+
+
+@pytest.mark.parametrize("way", [STOCK_CHECKPOINTS, OURS_ALL], ids=lambda way: way.title)
+def test_slices_are_memascends_and_need_checkpointing(way: Any) -> None:
+    with pytest.raises(ValueError, match="slices need memascend and checkpointing"):
+        training().plan(way, TOKENS, slice_tokens=1)
+    assert training().plan(way, TOKENS, slice_tokens=TOKENS) == training().plan(way, TOKENS)
 
 
 def test_shapes_alone_do_not_say_what_a_context_takes() -> None:

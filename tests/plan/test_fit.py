@@ -70,6 +70,22 @@ def test_without_a_stated_host_memory_there_is_enough() -> None:
     assert set(found.limits) == {DEVICE}
 
 
+def test_slices_of_one_sequence_fit_more_of_them() -> None:
+    start, context = training(), 4096
+    parts = {"room": ROOM, "unit_tokens": context}
+    whole = fit(start, OURS_CHECKPOINTS, **parts)
+    sliced = fit(start, OURS_CHECKPOINTS, **parts, slice_tokens_of=lambda count: context)
+    assert sliced.count > 10 * whole.count > 0
+    for count, is_enough in ((sliced.count, True), (sliced.count + 1, False)):
+        plan = start.plan(
+            OURS_CHECKPOINTS,
+            count * context,
+            slice_tokens=context,
+            device_bytes=ROOM.device_bytes,
+        )
+        assert (ROOM.short(plan) == {}) == is_enough
+
+
 def test_the_search_ends_where_memory_does_not() -> None:
     found = fit(training(), OURS_CHECKPOINTS, room=Room(device_bytes=1 << 80), unit_tokens=3)
     assert TOKENS_MAX // 2 < 3 * found.count <= TOKENS_MAX

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
 from memascend.errors import ConfigError
+from memascend.plan.context import WHOLE_TENSORS
 from memascend.plan.layers import FP32_BYTES, LOGITS_BYTES, Widths, layer_bytes
 
 TOKENS = 120  # no tensor of a layer is then as large as a weight
@@ -103,6 +105,46 @@ def test_the_backward_pass_of_a_checkpointed_layer_takes_what_the_formula_says(
         output.backward(gradient)
     bytes_of = layer_bytes(widths(model_type, numbers), 2)
     assert live.peak / TOKENS == pytest.approx(bytes_of.backward + 2 * bytes_of.hidden, rel=0.05)
+
+
+class Ungathered:
+    """Weights of a call in slices that nothing has to gather."""
+
+    def __init__(self, _: Any) -> None: ...
+
+    def in_forward(self) -> Any:
+        return contextlib.nullcontext(lambda number: None)
+
+    def in_backward(self, count: int) -> Any:
+        return contextlib.nullcontext(lambda number: None)
+
+
+@pytest.mark.parametrize("numbers", [WIDE, NARROW])
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_layer_in_slices_takes_those_of_one_beside_tensors_of_the_whole_batch(
+    numbers: dict[str, Any], count: int
+) -> None:
+    """They are its input, which is the checkpoint, its output, and the gradients of both."""
+    model = built("llama", numbers, "bfloat16")
+    layer, _, keywords = layer_of(model, "bfloat16")
+    import torch
+
+    from memascend.slices.cut import Leaves
+    from memascend.slices.layers import Batch, Slicer
+    from tests.support.live_bytes import LiveBytes
+
+    sequences = 4 * count
+    hidden = torch.randn(sequences, TOKENS, model.config.hidden_size, dtype=torch.bfloat16)
+    slicer = Slicer(Ungathered)
+    with LiveBytes(weights=layer.parameters()) as live, slicer.slicing(Batch(sequences, count)):
+        leaves = Leaves.of((hidden.requires_grad_() * 1,), keywords)
+        output = slicer.run_module(layer, layer, leaves, pytest.fail)
+        gradient = torch.ones_like(output)
+        live.peak = 0
+        output.backward(gradient)
+    bytes_of = layer_bytes(widths("llama", numbers), 2)
+    planned = bytes_of.backward / count + (1 + WHOLE_TENSORS) * bytes_of.hidden
+    assert live.peak / TOKENS / sequences == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -108,6 +108,15 @@ def test_the_first_tiles_are_read_during_backward() -> None:
     assert drive.last_backward_s - drive.backward_s == pytest.approx(ahead_bytes / 1e9)
 
 
+def test_activations_are_written_in_forward_and_read_in_backward() -> None:
+    plan, nbytes = plan_of(gradient_accumulation_steps=3), 10**11
+    for speeds in ({"read_gb_s": 1.0, "write_gb_s": 1e9}, {"read_gb_s": 1e9, "write_gb_s": 1.0}):
+        without = DriveTime.of_plan(plan, **speeds)
+        with_them = DriveTime.of_plan(plan, **speeds, activation_bytes=nbytes)
+        added_s = with_them.step_s(0.0, 0.0) - without.step_s(0.0, 0.0)
+        assert added_s == pytest.approx(3 * nbytes / 1e9)
+
+
 def test_ranks_share_the_drive() -> None:
     assert drive_time(ranks=4).optimizer_s == pytest.approx(4 * drive_time().optimizer_s)
 

@@ -15,7 +15,7 @@ from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.recast_parameters import recast_parameters
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.plan.from_optimizer import plan_for
-from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
+from memascend.plan.advice import advise, advise_in_cpu, advise_one_pass, advise_pinning
 from memascend.plan.derive import Plan
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
@@ -103,6 +103,7 @@ class Construction:
         found = (
             advise(shapes, plan),
             advise_in_cpu(shapes, plan),
+            advise_one_pass(shapes, plan, self._settings, self._config.micro_batches),
             advise_pinning(shapes, plan, self._settings, locks_for_nothing=page_locks and on_cpu),
         )
         return [line for line in found if line]

@@ -77,3 +77,20 @@ def test_memory_that_the_json_locks_for_no_device_is_said(
     lines = made.advice(derive(decoder(), request=PlanRequest()))
     assert "host_memory_limit" in lines[0]
     assert any("pin_memory locks" in line for line in lines) == is_for_nothing
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_run_that_accumulates_logs_what_one_pass_would_save(steps: int) -> None:
+    made = Construction(
+        Upstream(SimpleNamespace(module=torch.nn.Linear(1024, 1024))),
+        parse_block({"micro_batches": {"count": 2}}),
+        parse_deepspeed({"train_micro_batch_size_per_gpu": 2}),
+    )
+    attachment: Any = SimpleNamespace(runtime=SimpleNamespace(new_event=None))
+    made._attachment = attachment
+    plan = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=steps))
+    lines = [line for line in made.advice(plan) if line.startswith("accumulation over 4 micro-")]
+    assert len(lines) == (steps > 1)
+    for line in lines:
+        assert "train_micro_batch_size_per_gpu to 8 " in line
+        assert '{"micro_batches": {"count": 8}}' in line
