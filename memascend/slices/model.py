@@ -6,6 +6,7 @@ gradients would otherwise be added up in another order, and the head.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer
 
 #: Where transformers keeps a layer's checkpoint function.
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
+#: The class of its layers.
+_LAYER = "GradientCheckpointingLayer"
 #: Inputs that have the batch first, the first one counts.
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
@@ -66,7 +69,7 @@ class SlicedModel:
             yield
             return
         batch = Batch(sequences, count_of(sequences))
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], object]] = []
         try:
             self._replace(undo)
             with self._slicer.slicing(batch):
@@ -77,17 +80,17 @@ class SlicedModel:
             for one in reversed(undo):
                 one()
 
-    def _replace(self, undo: list[Callable[[], None]]) -> None:
-        checkpointed: set[nn.Module] = set()
+    def _replace(self, undo: list[Callable[[], object]]) -> None:
+        layers: set[nn.Module] = set()
         for module in self._module.modules():
             function = vars(module).get(_LAYER_FUNCTION)
             if function is not None and getattr(module, "gradient_checkpointing", False):
                 _set(undo, module, _LAYER_FUNCTION, SlicedCheckpoint(function, self._slicer))
-                if not _has_layers(module):
-                    checkpointed.add(module)
+                if any(base.__name__ == _LAYER for base in type(module).__mro__):
+                    layers.add(module)
         for name in {type(module).__module__ for module in self._module.modules()}:
             _replace_checkpoints(undo, sys.modules.get(name), self._slicer)
-        for module in _beside(self._module, checkpointed):
+        for module in _beside(self._module, layers):
             _set(undo, module, "forward", _SlicedForward(module, self._slicer))
         if self._slices_head:
             for model in self._module.modules():
@@ -127,11 +130,6 @@ def _recorded(module: nn.Module, keywords: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _has_layers(module: nn.Module) -> bool:
-    """Return whether a module is a model with layers, not one itself."""
-    return any(_LAYER_FUNCTION in vars(one) for one in module.modules() if one is not module)
-
-
 def _beside(root: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
     """Yield embeddings and norms that are in no layer."""
     if root in layers:
@@ -149,7 +147,7 @@ def _has_head(model: nn.Module) -> bool:
     return bool(prefix) and is_model and model._modules.get(prefix) is not None
 
 
-def _replace_checkpoints(undo: list[Callable[[], None]], holder: Any, slicer: Slicer) -> None:
+def _replace_checkpoints(undo: list[Callable[[], object]], holder: Any, slicer: Slicer) -> None:
     """Replace checkpoint functions among the names of a file of the model."""
     known = [torch_checkpoint.checkpoint]
     deepspeed = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
@@ -160,14 +158,11 @@ def _replace_checkpoints(undo: list[Callable[[], None]], holder: Any, slicer: Sl
             _set(undo, holder, name, SlicedCheckpoint(value, slicer))
 
 
-def _set(undo: list[Callable[[], None]], owner: Any, name: str, value: Any) -> None:
-    had, before = name in vars(owner), vars(owner).get(name)
-
-    def put_back() -> None:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-    undo.append(put_back)
-    setattr(owner, name, value)
+def _set(undo: list[Callable[[], object]], owner: Any, name: str, value: Any) -> None:
+    """Set a name of a module or a file until it is undone, past `nn.Module.__setattr__`."""
+    names = vars(owner)
+    if name in names:
+        undo.append(functools.partial(names.__setitem__, name, names[name]))
+    else:
+        undo.append(functools.partial(names.pop, name))
+    names[name] = value

@@ -55,9 +55,7 @@ def sliced(model: nn.Module, **options: Any) -> SlicedModel:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {
-        name: param.grad for name, param in model.named_parameters() if param.grad is not None
-    }
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     return found
 
@@ -282,7 +280,9 @@ def test_backward_has_the_random_numbers_of_forward() -> None:
             if name in found:
                 param += step * found[name]
     slope = (loss() - value).item() / step
-    assert slope == pytest.approx(sum(one.square().sum().item() for one in found.values()), rel=1e-3)
+    assert slope == pytest.approx(
+        sum(one.square().sum().item() for one in found.values()), rel=1e-3
+    )
 
 
 def test_random_numbers_behind_a_backward_pass_are_those_of_no_recomputation() -> None:

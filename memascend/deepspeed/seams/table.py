@@ -307,6 +307,9 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_overflow_clean_up",
             "_pre_step",
             "create_reduce_and_remove_grad_hooks",
+            "reduce_ready_partitions_and_remove_grads",
+            "reduce_independent_p_g_buckets_and_remove_grads",
+            "__add_grad_to_ipg_bucket",
             "_swappable_optimizer_subgroup",
             "_unflatten_partitioned_parameters",
             "get_param_id",
@@ -350,6 +353,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_epilogue_ran_this_backward",
             "_backward_active_depth",
             "_remaining_grad_acc_hooks",
+            "_backward_hook_state",
         )
     ),
     ("deepspeed.runtime.base_optimizer", "BackwardHookStateManager"),

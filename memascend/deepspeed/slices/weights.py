@@ -11,21 +11,40 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.slices.held import HeldParameters
+
+
+class Reduction(Protocol):
+    """The methods of an optimizer's `Upstream` through which gradients go to DeepSpeed."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model."""
+
+    def expect_reduction(self) -> None:
+        """Have DeepSpeed reduce at the end of the running graph, not of one inside it."""
+
+    def reduce(self, param: Any) -> None:
+        """Put a parameter's gradient into a bucket."""
+
+    def is_in_bucket(self, param: Any) -> bool:
+        """Return whether a parameter's gradient waits in a bucket to be reduced."""
+
+    def widen_gradient(self, param: Any) -> None:
+        """Have autograd add up a parameter's gradient in the dtype of accumulation."""
 
 
 class PassGradients:
     """Gradients of one forward pass and its backward passes."""
 
-    def __init__(self, upstream: Upstream, held: HeldParameters) -> None:
+    def __init__(self, reduction: Reduction, held: HeldParameters) -> None:
         """Start without a pass."""
-        self._upstream, self._held = upstream, held
-        self._shared = _shared_parameters(upstream.module)
+        self._reduction, self._held = reduction, held
+        self._shared = _shared_parameters(reduction.module)
         self._seen: set[int] = set()
         self._waiting: weakref.WeakSet[CallWeights] = weakref.WeakSet()
         self._late: dict[int, Any] = {}
@@ -52,7 +71,7 @@ class PassGradients:
                 self._late[id(param)] = param
                 param.ds_grad_is_ready = False
             self._seen.add(id(param))
-        weights = CallWeights(params, self, self._upstream, self._held)
+        weights = CallWeights(params, self, self._reduction, self._held)
         self._waiting.add(weights)
         return weights
 
@@ -69,7 +88,7 @@ class PassGradients:
         for param in self._late.values():
             if param.grad is not None:
                 param.ds_grad_is_ready = True
-                self._upstream.reduce(param)
+                self._reduction.reduce(param)
                 param.ds_grad_is_ready = False
 
 
@@ -80,12 +99,12 @@ class CallWeights:
         self,
         params: Sequence[Any],
         gradients: PassGradients,
-        upstream: Upstream,
+        reduction: Reduction,
         held: HeldParameters,
     ) -> None:
         self._params = [param for param in params if hasattr(param, "ds_id")]
         self._trained = [param for param in params if param.requires_grad]
-        self._gradients, self._upstream, self._held = gradients, upstream, held
+        self._gradients, self._reduction, self._held = gradients, reduction, held
 
     def in_forward(self) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context in which the weights stay gathered."""
@@ -95,10 +114,10 @@ class CallWeights:
     def in_backward(self, count: int) -> Iterator[Callable[[int], None]]:
         """Likewise; behind the last slice their gradients are passed to DeepSpeed."""
         self._gradients.note_backward(self)
-        self._upstream.expect_reduction()
+        self._reduction.expect_reduction()
         own = [param for param in self._trained if not self._gradients.is_late(param)]
         for param in self._trained:
-            self._upstream.widen_gradient(param)
+            self._reduction.widen_gradient(param)
         with self._held.holding(self._params) as begin_slice:
 
             def begin(number: int) -> None:
@@ -113,8 +132,8 @@ class CallWeights:
                     param.ds_grad_is_ready = True
             # The last slice did not use them, as experts of which it has no tokens.
             for param in own:
-                if param.grad is not None and not self._upstream.is_in_bucket(param):
-                    self._upstream.reduce(param)
+                if param.grad is not None and not self._reduction.is_in_bucket(param):
+                    self._reduction.reduce(param)
 
 
 def _shared_parameters(module: torch.nn.Module) -> list[Any]:
