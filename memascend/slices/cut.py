@@ -172,7 +172,7 @@ def _dimension(path: str, value: Any, batch: int, sequence: int) -> int | None:
     if not torch.is_tensor(value):
         raise CannotCut(f"{path} is a {type(value).__name__}")
     name, shape = path.rsplit(".", 1)[-1], tuple(value.shape)
-    if not shape or name in SEQUENCE_NAMES:
+    if not shape or name in SEQUENCE_NAMES or batch == 1:
         return None
     if shape[0] == 1:
         if batch in shape[1:2] and batch != sequence:

@@ -91,6 +91,13 @@ def test_a_batch_as_large_as_another_dimension_is_not_guessed(
     assert cut(states, batch=3, attention_mask=torch.zeros(3, 3)).dimensions == (0, 0)
 
 
+def test_a_batch_of_one_sequence_is_one_slice() -> None:
+    found = cut(STATES[:1], torch.zeros(1, 1), attention_mask=torch.zeros(4, 1), batch=1)
+    assert (found.rows, found.dimensions) == (((0, 1),), (0, None, None))
+    with pytest.raises(CannotCut, match="a object"):
+        cut(STATES[:1], object(), batch=1)
+
+
 def test_parts_are_views_of_whole_outputs_also_of_tokens() -> None:
     found = cut(STATES)
     tokens = torch.arange(BATCH * SEQUENCE).float().reshape(-1, 1)

@@ -1,0 +1,38 @@
+"""Whatever a script does between passes in slices, gradients are those of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.programs import REPOSITORY, alone, run
+from tests.support.ranks import RANKS
+
+pytestmark = pytest.mark.deepspeed
+
+PROGRAM = REPOSITORY / "tests" / "integration" / "sliced_passes_program.py"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_gradients_of_disturbed_passes_are_those_of_torch(
+    tmp_path: Path, world: int, tied: bool
+) -> None:
+    (tmp_path / "drive").mkdir()
+    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    launcher = [RANKS, str(world)] if world > 1 else []
+    done = run(
+        [*launcher, str(PROGRAM), str(tmp_path / "drive"), *(["--tied"] if tied else [])],
+        cwd=tmp_path,
+        environment={"PYTHONPATH": search_path} | (alone() if world == 1 else {}),
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    (found,) = re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
+    differences = json.loads(found)
+    assert len(differences) >= 10
+    assert {name: worst for name, worst in differences.items() if max(worst) > 1e-4} == {}
+    assert "computes the whole batch at once" not in done.stdout

@@ -1,0 +1,232 @@
+"""Disturbs a training whose layers run in slices, and compares its gradients with those of torch.
+
+Started by tests/deepspeed/slices/test_engine.py. Prints, as JSON, by name of the case the largest
+difference of a gradient from that of torch alone, relative to its norm, in a step after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch._dynamo  # as checkpoints do, here: before what is imported is frozen
+from deepspeed import comm
+from deepspeed.utils import safe_get_full_grad
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.integration.programs import BLOCK, training_config
+from tests.support.process_group import leave, say
+
+VOCABULARY, WIDTH, LENGTH, ROWS = 64, 96, 4, 8
+Backward = Callable[[torch.Tensor], object]
+Case = Callable[[Any, Backward, int], None]
+CASES: dict[str, Case] = {}
+
+
+class UserError(Exception):
+    """What the script's own code may raise."""
+
+
+class Block(nn.Module):
+    """A layer with an expert for rows whose first value is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.expert = nn.Linear(WIDTH, WIDTH)
+        self.fails_in = -1  # so many calls from now
+
+    def forward(self, states: torch.Tensor, uses_expert: torch.Tensor) -> torch.Tensor:
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise UserError
+        states = states + torch.tanh(self.linear(self.norm(states)))
+        if uses_expert.any():
+            states = states + uses_expert[:, :1, None] * self.expert(states)
+        return states
+
+
+class Model(nn.Module):
+    """A decoder's parts: embedding, layers, one of them twice, and a head."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor, expert_rows: torch.Tensor) -> torch.Tensor:
+        states = self.embedding(ids)
+        for layer in (*self.layers, self.layers[0]):
+            states = checkpoint(layer, states, expert_rows, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(states).flatten(0, 1), ids.flatten())
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def loss_of(model: Any, number: int, rows: int = ROWS, experts: str = "all") -> torch.Tensor:
+    seed = comm.get_world_size() * number + comm.get_rank()
+    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.zeros(rows, 1)
+    chosen[{"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}[experts]] = 1.0
+    found: torch.Tensor = model(ids, chosen)
+    return found
+
+
+def layers_of(model: Any) -> Any:
+    return getattr(model, "module", model).layers
+
+
+@case
+def undisturbed(model: Any, backward: Backward, number: int) -> None:
+    backward(loss_of(model, number))
+
+
+@case
+def expert_of_the_first_slice(model: Any, backward: Backward, number: int) -> None:
+    """The last slice brings no gradient of it."""
+    backward(loss_of(model, number, experts="first"))
+
+
+@case
+def expert_of_the_last_slice(model: Any, backward: Backward, number: int) -> None:
+    """It was not gathered with the first slice."""
+    backward(loss_of(model, number, experts="last"))
+
+
+@case
+def shorter_batches(model: Any, backward: Backward, number: int) -> None:
+    backward(loss_of(model, number, rows=(3, 1)[number % 2]))
+
+
+@case
+def forward_without_backward(model: Any, backward: Backward, number: int) -> None:
+    loss_of(model, number + 1)
+    backward(loss_of(model, number))
+
+
+@case
+def forward_whose_output_is_kept(model: Any, backward: Backward, number: int) -> None:
+    kept = loss_of(model, number + 1)
+    backward(loss_of(model, number))
+    assert kept.requires_grad
+
+
+@case
+def two_forwards_and_one_backward(model: Any, backward: Backward, number: int) -> None:
+    backward(loss_of(model, number) + loss_of(model, number + 1, rows=3))
+
+
+@case
+def evaluation_between(model: Any, backward: Backward, number: int) -> None:
+    loss = loss_of(model, number)
+    with torch.no_grad():
+        loss_of(model, number + 1)
+    backward(loss)
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, number + 1)
+    model.train()
+
+
+def _try(model: Any, backward: Backward, number: int, calls: int) -> None:
+    layers_of(model)[1].fails_in = calls
+    try:
+        backward(loss_of(model, number + 1))
+    except UserError:
+        return
+    finally:
+        layers_of(model)[1].fails_in = -1
+    assert isinstance(model, Model), "it was not tried"
+
+
+@case
+def error_in_a_slice_of_forward(model: Any, backward: Backward, number: int) -> None:
+    if not isinstance(model, Model):
+        _try(model, backward, number, 3)
+    backward(loss_of(model, number))
+
+
+@case
+def error_in_a_slice_of_backward(model: Any, backward: Backward, number: int) -> None:
+    if not isinstance(model, Model):
+        _try(model, backward, number, 4 + 3)
+    backward(loss_of(model, number))
+
+
+@case
+def retained(model: Any, backward: Backward, number: int) -> None:
+    if isinstance(model, Model):
+        backward(loss_of(model, number))
+    else:
+        model.backward(loss_of(model, number), retain_graph=True)
+
+
+def gradients(model: Any, *, of_engine: bool) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in getattr(model, "module", model).named_parameters():
+        one = safe_get_full_grad(param) if of_engine else param.grad
+        if one is not None:
+            found[name] = one.clone()
+    return found
+
+
+def compare(engine: Any, alone: Model, run: Case, number: int) -> float:
+    alone.zero_grad()
+    run(alone, lambda loss: loss.backward(), number)
+    run(engine, engine.backward, number)
+    if comm.get_world_size() > 1:
+        for param in alone.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            comm.all_reduce(param.grad)
+            param.grad /= comm.get_world_size()
+    expected, found = gradients(alone, of_engine=False), gradients(engine, of_engine=True)
+    worst = 0.0
+    largest = max(one.norm().item() for one in expected.values())
+    for name, one in found.items():
+        right = expected.get(name)
+        right = torch.zeros_like(one) if right is None else right
+        worst = max(worst, (one - right).norm().item() / (right.norm().item() + 1e-6 * largest))
+    engine.step()
+    return worst if expected.keys() <= found.keys() else float("inf")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("drive")
+    parser.add_argument("--tied", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = training_config(arguments.drive, BLOCK | {"micro_batches": {"count": 4}}, 1)
+    del config["bf16"]
+    config["optimizer"]["params"] = {"lr": 0.0, "weight_decay": 0.0}  # both keep their weights
+    config["train_micro_batch_size_per_gpu"] = ROWS
+    torch.manual_seed(0)
+    model = Model(tied=arguments.tied)
+    alone = copy.deepcopy(model)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    found = {
+        name: [compare(engine, alone, run, number) for number in range(2)]
+        for name, run in CASES.items()
+    }
+    if comm.get_rank() == 0:
+        say("RESULT " + json.dumps(found))
+    engine.destroy()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
