@@ -212,6 +212,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     config = training_config(arguments.drive, BLOCK | {"micro_batches": {"count": 4}}, 1)
     del config["bf16"]
+    config["zero_optimization"]["reduce_bucket_size"] = 10_000  # no gradient waits for another
     config["optimizer"]["params"] = {"lr": 0.0, "weight_decay": 0.0}  # both keep their weights
     config["train_micro_batch_size_per_gpu"] = ROWS
     torch.manual_seed(0)
