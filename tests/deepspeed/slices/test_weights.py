@@ -1,0 +1,133 @@
+"""A gradient is ready when nothing more comes: in the last slice, or at the end of the pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.deepspeed
+
+
+class Reduction:
+    """Takes gradients instead of DeepSpeed."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.reduced: list[Any] = []
+        self.in_bucket: list[Any] = []
+        self.expected = 0
+
+    def expect_reduction(self) -> None:
+        self.expected += 1
+
+    def reduce(self, param: Any) -> None:
+        assert param.ds_grad_is_ready
+        self.reduced.append(param)
+
+    def is_in_bucket(self, param: Any) -> bool:
+        return any(param is one for one in self.in_bucket)
+
+    def widen_gradient(self, param: Any) -> None:
+        param.is_widened = True
+
+
+class Model(torch.nn.Module):
+    """Two layers and a weight that both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.other.weight = self.one.weight
+        self.one.bias.requires_grad_(False)
+        for number, param in enumerate(self.parameters()):
+            param.ds_id = number
+
+
+@pytest.fixture
+def reduction() -> Reduction:
+    return Reduction(Model())
+
+
+@pytest.fixture
+def gradients(reduction: Reduction) -> Any:
+    from memascend.deepspeed.slices.held import HeldParameters
+    from memascend.deepspeed.slices.weights import PassGradients
+
+    found = PassGradients(reduction, HeldParameters())
+    found.begin()
+    return found
+
+
+def test_a_gradient_is_ready_in_the_last_slice(reduction: Reduction, gradients: Any) -> None:
+    bias: Any = reduction.module.other.bias
+    weights = gradients.weights_of([bias, reduction.module.one.bias])
+    with weights.in_backward(3) as begin_slice:
+        assert reduction.expected == 1
+        ready = []
+        for number in range(3):
+            begin_slice(number)
+            ready.append(bias.ds_grad_is_ready)
+    assert ready == [False, False, True]
+    assert bias.is_widened
+    assert not hasattr(reduction.module.one.bias, "ds_grad_is_ready")  # frozen
+    assert reduction.reduced == []
+
+
+def test_a_gradient_that_the_last_slice_does_not_bring_is_passed_on(
+    reduction: Reduction, gradients: Any
+) -> None:
+    bias: Any = reduction.module.other.bias
+    bias.grad = torch.ones(2)
+    for in_bucket in ([bias], []):
+        reduction.in_bucket = in_bucket
+        with gradients.weights_of([bias]).in_backward(2):
+            pass
+        assert len(reduction.reduced) == (in_bucket == [])
+        gradients.begin()
+
+
+def test_an_error_passes_nothing_on(reduction: Reduction, gradients: Any) -> None:
+    bias: Any = reduction.module.other.bias
+    bias.grad = torch.ones(2)
+    with pytest.raises(ZeroDivisionError), gradients.weights_of([bias]).in_backward(2) as begin:
+        begin(1 // 0)
+    assert reduction.reduced == []
+    assert bias.ds_grad_is_ready
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_is_used_again_waits_for_the_end_of_the_pass(
+    reduction: Reduction, gradients: Any, times: int
+) -> None:
+    """A weight of two modules always does; one of a module that is called twice from then on."""
+    param: Any = reduction.module.one.weight if times == 1 else reduction.module.other.bias
+    calls = [gradients.weights_of([param]) for _ in range(times)]
+    param.grad = torch.ones_like(param)
+    for weights in calls:
+        with weights.in_backward(1) as begin_slice:
+            begin_slice(0)
+            assert not param.ds_grad_is_ready
+        assert not param.ds_grad_is_ready
+    assert reduction.reduced == []
+    gradients.deliver_late()
+    assert [one is param for one in reduction.reduced] == [True]
+    gradients.begin()
+    assert param.ds_grad_is_ready == (times == 2)
+
+
+def test_two_graphs_at_once_use_everything_twice(reduction: Reduction, gradients: Any) -> None:
+    bias: Any = reduction.module.other.bias
+    first = gradients.weights_of([bias])
+    gradients.begin()  # another forward pass, while the first has no backward
+    second = gradients.weights_of([bias])
+    for weights in (second, first):
+        with weights.in_backward(1) as begin_slice:
+            begin_slice(0)
+            assert not bias.ds_grad_is_ready
+    del first, second, weights
+    gradients.begin()
+    with gradients.weights_of([bias]).in_backward(1) as begin_slice:
+        begin_slice(0)
+        assert bias.ds_grad_is_ready

@@ -1,0 +1,112 @@
+"""Models give the gradients of the whole batch, in any number of slices."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import families
+from tests.support.sliced_models import LENGTH, ROWS, assert_close, batch, make, run, sliced
+
+
+@pytest.mark.parametrize("family", families.PUBLISHED)
+def test_gradients_are_those_of_the_whole_batch(
+    family: str, passes: list[tuple[str, list[int]]]
+) -> None:
+    model = make(family)
+    inputs = batch(model)
+    loss, expected = run(model, inputs, 0)
+    for count in (1, 4, 6):
+        passes.clear()
+        found_loss, found = run(model, inputs, count)
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_close(found, expected)
+        done = [numbers for _, numbers in passes if numbers == list(range(count))]
+        # A layer that passes a bias on, or a head with another loss, gives up in the first slice.
+        assert all(numbers == [0] for _, numbers in passes if numbers not in done)
+        assert len(done) >= 4
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks_of_every_kind_are_cut(implementation: str) -> None:
+    model = make("llama-untied")
+    model.config._attn_implementation = implementation
+    inputs = batch(model)
+    whole = torch.zeros(ROWS, 1, LENGTH, LENGTH)
+    whole.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), torch.finfo(torch.float32).min)
+    for mask in (None, inputs["attention_mask"], whole, whole[:1]):
+        given = inputs | {"attention_mask": mask}
+        assert_close(run(model, given, 3)[1], run(model, given, 0)[1])
+
+
+@pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
+def test_values_that_are_recorded_inside_of_layers_keep_the_model_whole(
+    name: str, caplog: pytest.LogCaptureFixture, passes: list[Any]
+) -> None:
+    model: Any = make("mixtral-untied")
+    model.config._attn_implementation = "eager"
+    inputs = batch(model) | {name: True}
+    with caplog.at_level(logging.WARNING):
+        loss, found = run(model, inputs, 3)
+    assert f"{name} is on" in caplog.text
+    assert passes == []
+    expected_loss, expected = run(model, inputs, 0)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_nothing_of_the_model_changes_outside_of_a_pass() -> None:
+    model = make("llama-untied")
+    inputs = batch(model)
+    before = {name: set(vars(one)) for name, one in model.named_modules()}
+    functions = [vars(one).get("_gradient_checkpointing_func") for one in model.modules()]
+    model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), sliced(model).running((), inputs, lambda _: 3):
+        model(**inputs)
+    assert {name: set(vars(one)) for name, one in model.named_modules()} == before
+    assert functions == [vars(one).get("_gradient_checkpointing_func") for one in model.modules()]
+    model.model.layers[1]._forward_pre_hooks.clear()
+    assert_close(run(model, inputs, 3)[1], run(model, inputs, 0)[1])
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_a_pass_without_training_is_not_cut(how: str, passes: list[Any]) -> None:
+    model = make("llama-untied")
+    inputs = batch(model)
+    model.train(how != "eval")
+    with torch.set_grad_enabled(how != "no_grad"), sliced(model).running((), inputs, lambda _: 3):
+        assert model(**inputs).logits.shape[0] == ROWS
+    assert passes == []
+
+
+def test_without_checkpoints_the_log_says_what_to_turn_on(caplog: Any) -> None:
+    model = make("llama-untied")
+    model.gradient_checkpointing_disable()
+    inputs = batch(model)
+    with caplog.at_level(logging.WARNING):
+        found = run(model, inputs, 3)[1]
+    assert "gradient_checkpointing=True" in caplog.text
+    assert_close(found, run(model, inputs, 0)[1])
+
+
+def test_frozen_weights_and_inputs_get_no_gradient() -> None:
+    model = make("llama-untied")
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.1" in name)
+    inputs = batch(model)
+    expected = run(model, inputs, 0)[1]
+    found = run(model, inputs, 3)[1]
+    assert found.keys() == expected.keys()
+    assert_close(found, expected)
+
+
+def test_a_model_is_copied_while_it_runs_and_behind() -> None:
+    model = make("llama-untied")
+    inputs = batch(model)
+    expected = run(model, inputs, 0)[1]
+    run(model, inputs, 3)
+    assert_close(run(copy.deepcopy(model), inputs, 2)[1], expected)

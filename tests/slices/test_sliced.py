@@ -1,0 +1,92 @@
+"""Slices are recomputed as they were computed."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from tests.support.sliced_models import (
+    LENGTH,
+    ROWS,
+    Plain,
+    assert_close,
+    batch,
+    gradients,
+    make,
+    run,
+    sliced,
+)
+
+
+def test_backward_has_the_random_numbers_of_forward() -> None:
+    """The slope along a gradient is its square, if both saw the same dropout."""
+    torch.manual_seed(0)
+    model = Plain(reentrant=False, probability=0.3).double()
+    ids = torch.randint(50, (ROWS, LENGTH))
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(1)
+        with sliced(model).running((ids,), {}, lambda _: 3):
+            return model(ids)
+
+    value = loss()
+    value.backward()
+    found = gradients(model)
+    step = 1e-6
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name in found:
+                param += step * found[name]
+    slope = (loss() - value).item() / step
+    assert slope == pytest.approx(
+        sum(one.square().sum().item() for one in found.values()), rel=1e-3
+    )
+
+
+def test_random_numbers_behind_a_backward_pass_are_those_of_no_recomputation() -> None:
+    model = Plain(reentrant=False, probability=0.3)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    state = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_autocast_of_forward_is_that_of_backward() -> None:
+    torch.manual_seed(0)
+    model = make("llama-untied")
+    inputs = batch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs).loss
+    loss.backward()
+    expected = gradients(model)
+    with torch.autocast("cpu", torch.bfloat16), sliced(model).running((), inputs, lambda _: 3):
+        loss = model(**inputs).loss
+    loss.backward()
+    assert_close(gradients(model), expected, rel=2e-2)
+
+
+def test_a_graph_that_is_dropped_keeps_nothing() -> None:
+    model = make("llama-untied")
+    inputs = batch(model)
+    with sliced(model).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    node = weakref.ref(output.loss)
+    del output
+    assert node() is None
+    assert_close(run(model, inputs, 3)[1], run(model, inputs, 0)[1])
+
+
+def test_a_graph_is_differentiated_twice_if_it_is_retained() -> None:
+    model = make("llama-untied")
+    inputs = batch(model)
+    expected = run(model, inputs, 0)[1]
+    with sliced(model).running((), inputs, lambda _: 3):
+        loss = model(**inputs).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = {name: one / 2 for name, one in gradients(model).items()}
+    assert_close(twice, expected)
