@@ -10,12 +10,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from memascend.slices.cut import BatchCut, CannotCut, Leaves, cut_batch
+from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.layers import Batch, Slicer
 
 #: Losses of transformers that are sums over labels divided by their number, and whether labels are
@@ -130,12 +131,14 @@ class SlicedHead:
             output_type[:] = [type(output)]
             return output.loss.reshape(1)
 
-        keywords = {name: one for name, one in given.items() if name not in _OF_BASE}
+        keywords = {
+            name: one for name, one in given.items() if one is not None and name not in _OF_BASE
+        }
+        if shifts and batch.documents is not None:  # the last label of a slice is in the next one
+            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
+            keywords["shift_labels"] = shifted
         leaves = Leaves.of((hidden, keywords), {})
-        cut = cut_batch(leaves, batch.sequences, batch.count)
-        losses = self._slicer.run(
-            tail, leaves, self._params(), LossCut(cut.batch, cut.rows, cut.dimensions)
-        )
+        losses = self._slicer.run(tail, leaves, self._params(), LossCut(batch.cut(leaves)))
         return _loss_alone(output_type[0], losses.sum())
 
     # -- the model -------------------------------------------------------------------------------
@@ -180,8 +183,24 @@ class SlicedHead:
                 self._model.loss_function = before
 
 
-class LossCut(BatchCut):
+@dataclass(frozen=True)
+class LossCut:
     """Slices whose output is one number."""
+
+    inputs: Cut  # how the arguments are cut
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return self.inputs.count
+
+    def take(self, number: int, place: int, value: Any) -> Any:
+        """Return a slice of the leaf at a place."""
+        return self.inputs.take(number, place, value)
+
+    def is_shared(self, place: int) -> bool:
+        """Return whether every slice gets the leaf at a place whole."""
+        return self.inputs.is_shared(place)
 
     def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """Return a view of a whole output: the number of a slice."""

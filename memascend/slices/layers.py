@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.slices.cut import BatchCut, CannotCut, Leaves, cut_batch
+from memascend.slices.cut import CannotCut, Cut, Leaves, cut_batch
+from memascend.slices.documents import Documents, cut_documents
 from memascend.slices.sliced import SlicedCall, SliceWeights
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,24 @@ WeightsOf = Callable[[Sequence[nn.Parameter]], SliceWeights]
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of one forward pass: its sequences, and the number of slices."""
+    """The batch of one forward pass: its sequences, and the number of slices.
+
+    A packed row is one sequence of several documents.
+    """
 
     sequences: int
     count: int
+    documents: Documents | None = None
+
+    def cut(self, leaves: Leaves) -> Cut:
+        """Cut the arguments of a call.
+
+        Raises:
+            CannotCut: It cannot be cut.
+        """
+        if self.documents is not None:
+            return cut_documents(leaves, self.documents)
+        return cut_batch(leaves, self.sequences, self.count)
 
 
 class Slicer:
@@ -66,7 +81,7 @@ class Slicer:
         call: Callable[..., Any],
         leaves: Leaves,
         params: Sequence[nn.Parameter],
-        cut: BatchCut,
+        cut: Cut,
     ) -> Any:
         """Return the output of a call for the whole batch.
 
@@ -104,7 +119,7 @@ class Slicer:
             return otherwise()
         try:
             _check_module(module)
-            cut = cut_batch(leaves, batch.sequences, batch.count)
+            cut = batch.cut(leaves)
             return self.run(call, leaves, tuple(module.parameters()), cut)
         except CannotCut as reason:
             self.note(type(module).__name__, str(reason))

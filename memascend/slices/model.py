@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from memascend.slices.cut import Leaves
+from memascend.slices.documents import Documents, find_documents
 from memascend.slices.head import SlicedHead
 from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer
 
@@ -68,7 +69,8 @@ class SlicedModel:
             )
             yield
             return
-        batch = Batch(sequences, count_of(sequences))
+        documents = self._documents(keywords, count_of) if sequences == 1 else None
+        batch = Batch(sequences, count_of(sequences), documents)
         undo: list[Callable[[], object]] = []
         try:
             self._replace(undo)
@@ -79,6 +81,19 @@ class SlicedModel:
         finally:
             for one in reversed(undo):
                 one()
+
+    def _documents(
+        self, keywords: Mapping[str, Any], count_of: Callable[[int], int]
+    ) -> Documents | None:
+        """Return the documents of a packed row."""
+        row = next((keywords[name] for name in _BATCH_INPUTS if name in keywords), None)
+        if not torch.is_tensor(row):
+            return None
+        configs = [getattr(one, "config", None) for one in self._module.modules()]
+        attention = {str(getattr(config, "_attn_implementation", "")) for config in configs}
+        is_flash = any("flash" in one for one in attention)
+        keep_apart = is_flash and keywords.get("attention_mask") is None
+        return find_documents(keywords, row.shape[1], count_of, keep_apart=keep_apart)
 
     def _replace(self, undo: list[Callable[[], object]]) -> None:
         layers: set[nn.Module] = set()

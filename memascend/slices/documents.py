@@ -1,0 +1,206 @@
+"""Cuts a batch of one packed row where its documents begin.
+
+Packing puts several documents into one row and keeps them apart in attention: by a mask of four
+dimensions, or by the documents' offsets. Each slice is a run of whole documents. A row that nothing
+keeps apart is not cut.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memascend.slices.cut import POSITION_DIMENSION_COUNTS, SHARED_TYPES, CannotCut, Leaves
+
+#: Offsets of documents, as transformers passes them to flash attention, and the longest one.
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a packed row.
+
+    Attributes:
+        length: Tokens of the row.
+        ranges: Begin and end of each slice, in tokens.
+        longest: Tokens of the longest document of each slice.
+        keep_apart: Whether attention keeps documents apart without a mask.
+    """
+
+    length: int
+    ranges: tuple[tuple[int, int], ...]
+    longest: tuple[int, ...]
+    keep_apart: bool
+
+
+def find_documents(
+    keywords: Mapping[str, Any],
+    length: int,
+    count_of: Callable[[int], int],
+    *,
+    keep_apart: bool,
+) -> Documents | None:
+    """Return the documents of a row in slices; None if it has one only.
+
+    Args:
+        keywords: What the model is given.
+        length: Tokens of the row.
+        count_of: Returns the wanted number of slices of so many documents.
+        keep_apart: Whether attention keeps documents apart without a mask, as flash attention
+            does from their offsets or `position_ids`.
+    """
+    offsets, positions = keywords.get(_OFFSETS[0]), keywords.get("position_ids")
+    if torch.is_tensor(offsets):
+        begins = offsets[:-1].tolist()
+    elif torch.is_tensor(positions) and positions.shape[-2:] == (1, length):
+        begins = (positions.reshape(-1, length)[0] == 0).nonzero()[:, 0].tolist()
+    else:
+        return None
+    if len(begins) < 2 or begins[0] != 0:
+        return None
+    count = count_of(len(begins))
+    wanted = [length * number / count for number in range(1, count)]
+    edges = sorted({min(begins, key=lambda begin: abs(begin - one)) for one in wanted} - {0})
+    ranges = tuple(zip([0, *edges], [*edges, length], strict=True))
+    lengths = {begin: end - begin for begin, end in zip(begins, [*begins[1:], length], strict=True)}
+    longest = tuple(
+        max(tokens for begin, tokens in lengths.items() if first <= begin < last)
+        for first, last in ranges
+    )
+    return Documents(length, ranges, longest, keep_apart)
+
+
+class _Kind(enum.Enum):
+    """How a leaf depends on the row's tokens."""
+
+    SHARED = enum.auto()
+    TOKENS = enum.auto()  # has one dimension of tokens
+    MASK = enum.auto()  # the last two dimensions are tokens
+    OFFSETS = enum.auto()
+    LONGEST = enum.auto()
+
+
+@dataclass(frozen=True)
+class DocumentCut:
+    """Runs of documents, each a slice."""
+
+    documents: Documents
+    kinds: tuple[tuple[_Kind, int], ...]  # of each leaf, with the dimension of tokens
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return len(self.documents.ranges)
+
+    def take(self, number: int, place: int, value: Any) -> Any:
+        """Return a slice of the leaf at a place; all of it if it is shared."""
+        begin, end = self.documents.ranges[number]
+        match self.kinds[place]:
+            case _Kind.SHARED, _:
+                return value
+            case _Kind.TOKENS, dimension:
+                return value.narrow(dimension, begin, end - begin)
+            case _Kind.MASK, _:
+                return value[..., begin:end, begin:end]
+            case _Kind.OFFSETS, _:
+                return value[(value >= begin) & (value <= end)] - begin
+            case _:
+                return self.documents.longest[number]
+
+    def is_shared(self, place: int) -> bool:
+        """Return whether every slice gets the leaf at a place whole."""
+        return self.kinds[place][0] is _Kind.SHARED
+
+    def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Return a view of a whole output: the part that a slice computes."""
+        begin, end = self.documents.ranges[number]
+        return output.narrow(self._dimension(output, self.documents.length), begin, end - begin)
+
+    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a whole output, from that of a slice.
+
+        Raises:
+            CannotCut: The output has no dimension of tokens.
+        """
+        begin, end = self.documents.ranges[number]
+        dimension = self._dimension(output, end - begin)
+        shape = list(output.shape)
+        shape[dimension] = self.documents.length
+        return tuple(shape)
+
+    @staticmethod
+    def _dimension(output: torch.Tensor, length: int) -> int:
+        shape = tuple(output.shape)
+        if shape[:1] == (1,) and shape[1:2] == (length,):
+            return 1
+        if shape[:1] == (length,):
+            return 0
+        raise CannotCut(f"an output of shape {shape} has no dimension of {length} tokens")
+
+
+def cut_documents(leaves: Leaves, documents: Documents) -> DocumentCut:
+    """Cut a call along its documents.
+
+    Args:
+        leaves: The arguments. The first tensor is (1, tokens, ...).
+        documents: Those of the row.
+
+    Raises:
+        CannotCut: The shapes do not tell where tokens are, or attention joins documents.
+    """
+    named = dict(
+        zip((path.rsplit(".", 1)[-1] for path in leaves.paths), leaves.values, strict=True)
+    )
+    first = next((value for value in leaves.values if torch.is_tensor(value)), None)
+    if first is None or first.shape[:2] != (1, documents.length):
+        shape = None if first is None else tuple(first.shape)
+        raise CannotCut(f"its first tensor has the shape {shape}: not that of the packed row")
+    if "attention_mask" in named:
+        _check_apart(named["attention_mask"], documents)
+    kinds = (
+        _kind(path, value, documents.length)
+        for path, value in zip(leaves.paths, leaves.values, strict=True)
+    )
+    return DocumentCut(documents, tuple(kinds))
+
+
+def _check_apart(mask: Any, documents: Documents) -> None:
+    """Raise CannotCut if tokens of one slice may attend to those of another."""
+    if mask is None and documents.keep_apart:
+        return
+    if not torch.is_tensor(mask) or mask.dim() != 4:
+        raise CannotCut("no mask keeps the documents of its row apart")
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    for begin, end in documents.ranges:
+        rows = allowed[..., begin:end, :]
+        if bool(rows[..., :begin].any()) or bool(rows[..., end:].any()):
+            raise CannotCut("its mask joins documents of the row")
+
+
+def _kind(path: str, value: Any, length: int) -> tuple[_Kind, int]:
+    name = path.rsplit(".", 1)[-1]
+    if name in _LONGEST:
+        return _Kind.LONGEST, 0
+    if isinstance(value, SHARED_TYPES):
+        return _Kind.SHARED, 0
+    if not torch.is_tensor(value):
+        raise CannotCut(f"{path} is a {type(value).__name__}")
+    shape = tuple(value.shape)
+    if name in _OFFSETS:
+        return _Kind.OFFSETS, 0
+    if len(shape) == 4 and shape[-2:] == (length, length):
+        return _Kind.MASK, 0
+    if shape[:2] == (1, length):
+        return _Kind.TOKENS, 1
+    if shape[:1] == (length,) and length not in shape[1:]:
+        return _Kind.TOKENS, 0
+    if shape[:1] in [(one,) for one in POSITION_DIMENSION_COUNTS] and shape[1:3] == (1, length):
+        return _Kind.TOKENS, 2
+    if length in shape:
+        raise CannotCut(f"{path} of shape {shape} may have tokens elsewhere")
+    return _Kind.SHARED, 0

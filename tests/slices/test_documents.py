@@ -1,0 +1,152 @@
+"""A packed row is cut where its documents begin, if attention keeps them apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.slices.cut import CannotCut, Leaves
+from memascend.slices.documents import Documents, cut_documents, find_documents
+from tests.parity import families
+from tests.support.sliced_models import assert_close, make, run
+
+LENGTHS = (5, 3, 8, 4, 6, 6)
+TOKENS = sum(LENGTHS)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+OFFSETS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+#: Documents of 16, 4 and 12 tokens in two slices.
+TWO = Documents(TOKENS, ((0, 16), (16, TOKENS)), (8, 6), keep_apart=False)
+
+
+def block_mask(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    number = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    allowed = (number[:, None] == number[None]) & torch.ones(TOKENS, TOKENS).tril().bool()
+    if dtype == torch.bool:
+        return allowed[None, None]
+    return torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype).masked_fill(
+        ~allowed, torch.finfo(dtype).min
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "ranges"),
+    [
+        (1, [(0, 32)]),
+        (2, [(0, 16), (16, 32)]),
+        (3, [(0, 8), (8, 20), (20, 32)]),
+        (100, [(0, 5), (5, 8), (8, 16), (16, 20), (20, 26), (26, 32)]),
+    ],
+)
+def test_slices_end_between_documents(count: int, ranges: list[tuple[int, int]]) -> None:
+    for keywords in ({"position_ids": POSITIONS}, {"cu_seq_lens_q": OFFSETS}):
+        found = find_documents(
+            keywords, TOKENS, lambda documents: min(count, documents), keep_apart=False
+        )
+        assert found is not None
+        assert list(found.ranges) == ranges
+        assert max(found.longest) == 8
+
+
+@pytest.mark.parametrize("keywords", [{}, {"position_ids": torch.arange(TOKENS)[None]}])
+def test_one_document_is_no_packed_row(keywords: dict[str, Any]) -> None:
+    assert find_documents(keywords, TOKENS, lambda _: 4, keep_apart=True) is None
+
+
+def test_every_argument_is_cut_where_its_tokens_are() -> None:
+    keywords = {
+        "attention_mask": block_mask(),
+        "position_ids": POSITIONS,
+        "position_embeddings": (torch.zeros(1, TOKENS, 4), torch.zeros(3, 1, TOKENS, 4)),
+        "cu_seq_lens_q": OFFSETS,
+        "max_length_q": 8,
+        "frequencies": torch.zeros(TOKENS, 4),
+        "scale": torch.tensor(1.0),
+    }
+    leaves = Leaves.of((torch.zeros(1, TOKENS, 4),), keywords)
+    cut = cut_documents(leaves, TWO)
+    taken = [cut.take(1, place, value) for place, value in enumerate(leaves.values)]
+    _, found = leaves.call(taken)
+    assert found["attention_mask"].shape == (1, 1, 16, 16)
+    assert torch.equal(found["position_ids"], POSITIONS[:, 16:])
+    assert [tuple(one.shape) for one in found["position_embeddings"]] == [(1, 16, 4), (3, 1, 16, 4)]
+    assert found["cu_seq_lens_q"].tolist() == [0, 4, 10, 16]
+    assert (found["max_length_q"], found["scale"].item()) == (6, 1.0)
+    assert found["frequencies"].shape == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"attention_mask": None}, "no mask keeps"),
+        ({"attention_mask": torch.ones(1, TOKENS)}, "no mask keeps"),
+        ({"attention_mask": torch.zeros(1, 1, TOKENS, TOKENS)}, "joins documents"),
+        ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).bool()}, "joins documents"),
+        ({"bias": torch.zeros(1, 4, TOKENS)}, "elsewhere"),
+        ({"cache": object()}, "cache is a object"),
+    ],
+)
+def test_a_row_whose_documents_see_each_other_is_not_cut(
+    keywords: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(CannotCut, match=reason):
+        cut_documents(Leaves.of((torch.zeros(1, TOKENS, 4),), keywords), TWO)
+
+
+def test_the_mask_may_be_of_truth_values() -> None:
+    for dtype in (torch.bool, torch.bfloat16):
+        keywords = {"attention_mask": block_mask(dtype)}
+        cut_documents(Leaves.of((torch.zeros(1, TOKENS, 4),), keywords), TWO)
+
+
+def test_flash_attention_needs_no_mask() -> None:
+    leaves = Leaves.of((torch.zeros(1, TOKENS, 4),), {"attention_mask": None})
+    assert cut_documents(leaves, replace(TWO, keep_apart=True)).count == 2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama-untied", "qwen3_moe-untied", "phi3-untied"])
+def test_gradients_are_those_of_the_whole_row(
+    family: str, implementation: str, passes: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = make(family)
+    model.config._attn_implementation = implementation
+    ids = torch.randint(1, families.VOCABULARY - 1, (1, TOKENS))
+    labels = ids.masked_fill(POSITIONS == 1, -100)
+    inputs = {"input_ids": ids, "position_ids": POSITIONS, "labels": labels}
+    loss, expected = run(model, inputs, 0)
+    for count in (1, 2, 4):
+        passes.clear()
+        found_loss, found = run(model, inputs, count)
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_close(found, expected)
+        assert [numbers for _, numbers in passes] == [list(range(count))] * len(passes)
+        assert len(passes) == 2 * (2 + 3)  # layers, embedding, norm and head
+    assert "computes the whole batch" not in caplog.text
+
+
+def test_without_documents_a_row_is_one_slice(passes: list[Any]) -> None:
+    model = make("llama-untied")
+    ids = torch.randint(1, families.VOCABULARY - 1, (1, TOKENS))
+    inputs = {"input_ids": ids, "labels": ids}
+    expected = run(model, inputs, 0)[1]
+    assert_close(run(model, inputs, 4)[1], expected)
+    assert {tuple(numbers) for _, numbers in passes} == {(0,)}
+
+
+def test_labels_are_shifted_before_the_cut() -> None:
+    """The last token of a slice is asked for the first one of the next."""
+    model: Any = make("llama-untied")
+    ids = torch.randint(1, families.VOCABULARY - 1, (1, TOKENS))
+    inputs = {"input_ids": ids, "position_ids": POSITIONS, "labels": ids}
+    loss, expected = run(model, inputs, 0)
+    found_loss, found = run(model, inputs, 4)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+    with torch.no_grad():
+        logits = model(**{name: inputs[name] for name in ("input_ids", "position_ids")}).logits
+    by_hand = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    assert loss == pytest.approx(by_hand.item(), rel=1e-6)
