@@ -5,6 +5,8 @@ the answer does not depend on how many drives the machine has. Each alone, both 
 with weights stated as the rates are, and with those that memascend measures, take turns in every
 round. The best there can be is the sum of the two alone. Needs root: loop devices, and a blkio
 control group of version 1.
+
+With `--equal N` they are N equal drives in memory, and need nothing: see equal_drives.py.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import equal_drives
 import harness
 import torch
 
@@ -53,7 +56,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=384, help="size of the tensor (384)")
     parser.add_argument("--engine", choices=["uring", "libaio", "threads"], default="uring")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5)")
+    parser.add_argument("--equal", type=int, metavar="N", help="N equal drives in memory instead")
+    parser.add_argument(
+        "--milliseconds", type=int, default=80, help="with --equal: time of a request (80)"
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=4,
+        help="with --equal: requests a drive runs at a time (4)",
+    )
+    parser.add_argument("--shards", type=int, default=4, help="with --equal: shards of 16 Mi (4)")
     options = parser.parse_args(arguments)
+    if options.equal is not None:
+        equal_drives.run_and_report(options)
+        return
     if os.geteuid() != 0 or not BLKIO.is_dir():
         sys.exit(f"needs root, for loop devices, and a control group at {BLKIO}")
     with (

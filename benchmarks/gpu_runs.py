@@ -172,7 +172,7 @@ def host_bytes(run: Run, machine: Machine) -> int:
     """Host memory that a run's ranks plan with at their peak, without Python and torch."""
     config, world = config_of(run, machine), max(1, machine.gpus)
     shapes = MODELS[run.model].shapes
-    request = PlanRequest.from_deepspeed(config, world=world)
+    request = PlanRequest.from_deepspeed(config, world=world, local_world=world)
     if run.is_stock:
         plan = stock(
             shapes,

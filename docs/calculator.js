@@ -99,7 +99,9 @@ const NUMBERS = {
   "tile_numel": 1048576,
   "tile_numel_knee": 262144,
   "tile_numel_min": 16384,
-  "tiles_element_bytes": 52,
+  "tiles_per_drive": 2,
+  "tile_element_bytes": 16,
+  "scratch_element_bytes": 4,
   "parameter_slots_bytes_min": 4194304,
   "slot_bytes_max": 536870912,
   "prefetch_bytes_min": 33554432,
@@ -173,11 +175,22 @@ function subGroupsOf(tensors, world) {
 const inProportion = (size, knee, numel) =>
   Math.min(size, Math.max(knee, Math.floor((size * numel) / NUMBERS.small_numel)));
 
-/** Return the bytes of a staging slot, which for activations follow the tokens. */
-function stagingSlot(numel, tokens) {
+/** Return the bytes of all staging slots of a set, which for activations follow the tokens. */
+function stagingBytes(numel, tokens, drives) {
   const { staging_slot_bytes: size, staging_slot_bytes_min: least, staging_slot_count: count } = NUMBERS;
-  const allBytes = Math.floor((numel * Math.max(NUMBERS.param_itemsize, NUMBERS.gradient_itemsize)) / (count - 1));
-  return tokens ? size : pageUp(Math.max(least, Math.min(size, allBytes)));
+  if (tokens) {
+    return drives * count * size;
+  }
+  const allBytes = numel * Math.max(NUMBERS.param_itemsize, NUMBERS.gradient_itemsize);
+  const slot = pageUp(Math.max(least, Math.min(size, Math.floor(allBytes / (count - 1)))));
+  return slot * Math.min(drives * count, Math.max(count, 1 + Math.ceil(allBytes / slot)));
+}
+
+/** Return the bytes of all tiles: one computed, and for each drive one that is read and one that is written. */
+function tilesBytes(numel, tile, drives) {
+  const { tile_count: least, tiles_per_drive: more } = NUMBERS;
+  const count = Math.min(least + (drives - 1) * more, Math.max(least, Math.ceil(numel / Math.max(1, tile))));
+  return tile * (count * NUMBERS.tile_element_bytes + NUMBERS.scratch_element_bytes);
 }
 
 /**
@@ -191,7 +204,7 @@ function passesBytes(nbytes, numel, held = 0) {
 }
 
 /** Return the account of one rank with memascend, or the least limit where the one stated is below it. */
-function memascendAccount(model, tensors, groups, { world, limit, tokens }) {
+function memascendAccount(model, tensors, groups, { world, limit, tokens, drives = 1 }) {
   const N = NUMBERS;
   const slotSets = tokens ? 2 : 1;
   const sizes = tensors.map((tensor) => pageUp(Math.ceil(tensor.numel / world) * N.param_itemsize));
@@ -208,24 +221,31 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens }) {
   const inUse = most([...inLayers.values()]);
   const layer = Math.max(N.parameter_slots_bytes_min, inUse + slot);
   const numel = sum(tensors.map((tensor) => Math.ceil(tensor.numel / world)));
-  const ahead = Math.min(
-    Math.max(pageUp(inProportion(N.prefetch_bytes_min, 2 * inUse, numel)), 2 * slot),
-    sum(sizes.filter((size) => size <= slot)),
-  );
+  const slottedBytes = sum(sizes.filter((size) => size <= slot));
+  const aheadOf = (count) => {
+    const wanted = pageUp(inProportion(count * N.prefetch_bytes_min, 2 * inUse, numel));
+    return Math.min(Math.max(wanted, 2 * slot), slottedBytes);
+  };
   const largest = roundedUp(most(groups.map((group) => group.numel)), N.page_bytes);
   const part = Math.min(inProportion(N.tile_numel, N.tile_numel_knee, numel), Math.ceil(numel / N.tile_count));
   const tile = Math.min(largest, roundedUp(part, N.page_bytes));
   const least =
     N.bounce_bytes + slotSets * N.staging_bytes_min + N.parameter_slots_bytes_min +
-    Math.min(tile, N.tile_numel_min) * N.tiles_element_bytes;
+    tilesBytes(numel, Math.min(tile, N.tile_numel_min), 1);
   if (limit && limit < least) {
     return { least };
   }
-  let host =
-    N.bounce_bytes + slotSets * N.staging_slot_count * stagingSlot(numel, tokens) + layer + ahead +
-    tile * N.tiles_element_bytes;
+  const hostOf = (count) =>
+    N.bounce_bytes + slotSets * stagingBytes(numel, tokens, count) + layer + aheadOf(count) +
+    tilesBytes(numel, tile, count);
+  let served = drives; // under a limit the sizes are those of as many drives as fit
+  while (limit && served > 1 && hostOf(served) > limit) {
+    served -= 1;
+  }
+  let host = hostOf(served);
+  const ahead = aheadOf(served);
   const streams = N.stream_itemsizes.map((itemsize) => itemsize * numel);
-  let room = limit ? Math.max(0, pageDown(limit - host)) : 0;
+  let room = limit && served === drives ? Math.max(0, pageDown(limit - host)) : 0;
   const aheadLeft = limit ? Math.max(0, pageDown(ahead - Math.max(0, host - limit))) : ahead;
   const slotted = tensors.map((one) => Math.ceil(one.numel / world) * N.param_itemsize).filter((size) => size <= slot);
   const held = aheadLeft >= slot ? Math.min(sum(slotted), layer + aheadLeft) : 0;
@@ -334,7 +354,7 @@ function stockAccount(model, tensors, groups, { world, tokens }) {
 /**
  * Return both accounts of one rank.
  * options: world (ranks), limit (bytes of host memory, 0 without one), tokens (of a micro-step whose checkpoints leave
- * the device, 0 where they stay).
+ * the device, 0 where they stay), drives (for each rank; 1 if left out).
  */
 function accountsOf(model, options) {
   const tensors = tensorsOf(model);
@@ -367,6 +387,7 @@ const MODEL_FLAGS = [
 const RUN_FIELDS = [
   ["nodes", "machines", 1],
   ["ranks", "GPUs of each", 1],
+  ["drives", "drives of each", 1],
   ["memory", "host memory of each, GiB", 64],
   ["limit", "host_memory_limit, GiB; 0: none", 0],
   ["tokens", "tokens of a micro-step whose checkpoints leave the device; 0: none do", 0],
@@ -379,9 +400,10 @@ function readNumber(form, name) {
 }
 
 /** Return the table of both accounts for one machine, as HTML, and what to make of it. */
-function resultOf(model, { nodes, ranks, memory, limit, tokens }, name) {
+function resultOf(model, { nodes, ranks, drives, memory, limit, tokens }, name) {
   const world = nodes * ranks;
-  const { parameters, stock, memascend } = accountsOf(model, { world, limit: limit * GIB, tokens });
+  const run = { world, limit: limit * GIB, tokens, drives: Math.ceil(drives / ranks) };
+  const { parameters, stock, memascend } = accountsOf(model, run);
   const least = `${((memascend.least / GIB) * 1024).toFixed(1)} MiB`;
   if (memascend.host === undefined) {
     return `<p>The limit is below the least that works, ${least} for each rank.</p>`;
@@ -391,7 +413,8 @@ function resultOf(model, { nodes, ranks, memory, limit, tokens }, name) {
   const other = NUMBERS.host_reserve_bytes;
   const fits = (account) => ((account.peak + other) * ranks <= memory * GIB ? "yes" : "no");
   const options = `--world ${world} --nodes ${nodes}${limit ? ` --limit ${limit}GiB` : ""}`;
-  const command = name === OWN ? "" : `<p><code>memascend plan ${name} ${options}</code> says more.</p>`;
+  const volumes = drives > 1 ? ` with a --config that has ${drives} <code>volumes</code>` : "";
+  const command = name === OWN ? "" : `<p><code>memascend plan ${name} ${options}</code>${volumes} says more.</p>`;
   return `<p>${(parameters / 1e9).toFixed(2)} billion parameters. For each machine, in GiB:</p>
     <table><thead><tr><th></th><th>stock</th><th>memascend</th></tr></thead><tbody>
     ${row("host memory", (account) => gib(account.host * ranks))}

@@ -137,9 +137,10 @@ class MemoryFaults:
     """Nothing of the volume with this index completes; -1 for none."""
     EVERY_VOLUME: ClassVar[int]
     slow_volume: int
-    """The volume with this index runs one request at a time; -1 for none."""
+    """The volume with this index runs `slow_width` requests at a time; -1 for none."""
     slow_milliseconds: int
     """For so long each."""
+    slow_width: int
     gone: int
     """The errno of every request from now on; 0 for none."""
 

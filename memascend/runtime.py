@@ -167,6 +167,7 @@ class Runtime:
                 store=self.io,
                 pool=self.pool,
                 prefetch_bytes=self.config.buffer_pool.prefetch_bytes,
+                drive_count=1 if self.plan is None else self.plan.drive_count,
                 staging=self.staging if is_bounded else None,
                 device=torch.device(self._device.name),
                 background=self.background,
@@ -304,6 +305,8 @@ class Runtime:
         if self.config.activations.enabled:
             _ = self.activations
         self._resize_pool(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
+        if self._parameters is not None:
+            self._parameters.note_drives(plan.drive_count)
         self.drive.grant(resident)
         self.on_device.room_bytes = plan.gradient_room_bytes
         self.plan = plan

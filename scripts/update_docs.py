@@ -78,7 +78,6 @@ def calculator() -> str:
     """Return what the calculator's arithmetic goes by, as a statement of JavaScript."""
     request, limits, zero = PlanRequest(), ActivationConfig(), ZeroOptimization()
     master, states = request.master_itemsize, request.states_bytes
-    element_bytes = knobs.tiles_element_bytes(request, knobs.TILE_COUNT)
     numbers = {
         "models": {name: of_form(builtin(name)) for name in builtin_names()},
         "page_bytes": PAGE_BYTES,
@@ -101,7 +100,9 @@ def calculator() -> str:
         "tile_numel": knobs.TILE_NUMEL,
         "tile_numel_knee": knobs.TILE_NUMEL_KNEE,
         "tile_numel_min": knobs.TILE_NUMEL_MIN,
-        "tiles_element_bytes": element_bytes + knobs.scratch_element_bytes(request),
+        "tiles_per_drive": knobs.TILES_PER_DRIVE,
+        "tile_element_bytes": knobs.tiles_element_bytes(request, 1),
+        "scratch_element_bytes": knobs.scratch_element_bytes(request),
         "parameter_slots_bytes_min": knobs.PARAMETER_SLOTS_BYTES_MIN,
         "slot_bytes_max": knobs.SLOT_BYTES_MAX,
         "prefetch_bytes_min": sizes.PREFETCH_BYTES_MIN,

@@ -239,9 +239,9 @@ def test_describing_says_what_was_really_obtained(tmp_path: Path) -> None:
 # -- the resident cache ----------------------------------------------------------------------------
 
 
-def plan_with(room_bytes: int) -> Plan:
+def plan_with(room_bytes: int, drive_count: int = 1) -> Plan:
     """The plan of a small model under the limit of its defaults and so much more."""
-    shapes, request = decoder(), PlanRequest()
+    shapes, request = decoder(), PlanRequest(drive_count=drive_count)
     default_bytes = derive(shapes, request=request).host_bytes
     return derive(shapes, request=request, limit_bytes=default_bytes + room_bytes)
 
@@ -252,9 +252,12 @@ def take_tiles(runtime: Runtime, plan: Plan) -> list[torch.Tensor]:
     return [runtime.memory.tensor(plan.host[n], torch.uint8, component=n) for n in names]
 
 
+@pytest.mark.parametrize("drive_count", [1, 8])
 @pytest.mark.parametrize("room_bytes", [0, 4096, 5_000_000, 40 << 20, 1 << 30])
-def test_adopting_a_plan_takes_what_is_planned_and_no_more(tmp_path: Path, room_bytes: int) -> None:
-    plan = plan_with(room_bytes)
+def test_adopting_a_plan_takes_what_is_planned_and_no_more(
+    tmp_path: Path, room_bytes: int, drive_count: int
+) -> None:
+    plan = plan_with(room_bytes, drive_count)
     assert plan.limit_bytes is not None
     limit_bytes = min(plan.limit_bytes, plan.host_bytes)
     sizes = {"parameter_budget_bytes": 1 << 20, "staging_slot_bytes": 1 << 20}
@@ -271,6 +274,17 @@ def test_adopting_a_plan_takes_what_is_planned_and_no_more(tmp_path: Path, room_
     runtime.io.read(key="param.0", target=target).wait()
     assert torch.equal(target, torch.arange(3000))
     assert len(tiles) == 2
+    runtime.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_reading_ahead_follows_the_drives_of_the_plan(tmp_path: Path, is_first: bool) -> None:
+    runtime = build(tmp_path)
+    if not is_first:
+        assert runtime.parameters._prefetch_limit.drive_count == 1
+    plan = plan_with(0, drive_count=8)
+    runtime.adopt(plan)
+    assert runtime.parameters._prefetch_limit.drive_count == plan.drive_count == 8
     runtime.close()
 
 

@@ -176,6 +176,7 @@ void bind_faults(py::module_& module) {
   add_live_value(bound, "gone", &MemoryFaults::gone);
   add_live_value(bound, "slow_volume", &MemoryFaults::slow_volume);
   add_live_value(bound, "slow_milliseconds", &MemoryFaults::slow_milliseconds);
+  add_live_value(bound, "slow_width", &MemoryFaults::slow_width);
 }
 
 py::dict stats_dict(Store& store) {

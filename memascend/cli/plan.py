@@ -216,7 +216,9 @@ def _accounts(
     block: MemAscendConfig,
     args: argparse.Namespace,
 ) -> Accounts:
-    request = PlanRequest.from_deepspeed(settings, block=block, world=args.world)
+    request = PlanRequest.from_deepspeed(
+        settings, block=block, world=args.world, local_world=ranks_of_node(args)
+    )
     check_limit_can_be_kept(block, settings)
     check_state_dtype(block, settings)
     check_masters(block, settings)
@@ -361,6 +363,7 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
             "drive)"
         )
     notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
+    notes += _note_of_drives(plan)
     notes.append(advise(accounts.shapes, plan))
     notes.append(advise_in_cpu(accounts.shapes, plan))
     micro_batches = accounts.block.micro_batches
@@ -396,6 +399,15 @@ def _note_of_files(drive_bytes: int, volume_count: int) -> list[str]:
         f"file to {format_nbytes(EXT4_FILE_BYTES)}: name "
         f"{math.ceil(drive_bytes / EXT4_FILE_BYTES)} directories in volumes, or use XFS"
     ]
+
+
+def _note_of_drives(plan: Plan) -> list[str]:
+    """Return a note if tiles, staging slots and prefetch are those of several drives."""
+    wanted, found = plan.request.drive_count, plan.drive_count
+    if wanted == 1:
+        return []
+    sizes = f"tiles, staging slots and prefetch keep {found} of {wanted} drives busy for each rank"
+    return [sizes if found == wanted else f"{sizes}: the limit has no room for more"]
 
 
 def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list[str]:

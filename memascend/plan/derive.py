@@ -61,6 +61,7 @@ class Plan(Footprint):
     staging_slot_bytes: int  # bytes of each
     tile_numel: int  # elements of one tile, 0 when the optimizer is not on the drive
     tile_count: int  # tiles in flight
+    drive_count: int  # drives whose queues these sizes keep full; a limit may allow few
     is_tiled: bool  # False when a tile is a whole sub-group because the optimizer requires it
     parameter_slots_bytes: int  # budget of all parameter slots, read-ahead included
     prefetch_bytes: int  # the part of that budget that read-ahead may fill
@@ -82,7 +83,7 @@ class Plan(Footprint):
     @property
     def spare_count(self) -> int:
         """Blocks beside the tiles, for gradients that arrive before their tile is read."""
-        return spare_count(self.request)
+        return spare_count(self.request, self.tile_count)
 
     @property
     def tile_bytes(self) -> int:
@@ -129,6 +130,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         staging_slot_bytes=knobs.staging_slot_bytes,
         tile_numel=knobs.tile_numel,
         tile_count=knobs.tile_count,
+        drive_count=knobs.drive_count,
         is_tiled=request.is_tiled,
         parameter_slots_bytes=host[PARAMETER_SLOTS],
         prefetch_bytes=knobs.prefetch_bytes,
@@ -302,7 +304,8 @@ def _room(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, 
     # Some wait in host memory: in staging slots, or in the blocks of tiles that are stepped early.
     host_numel = knobs.staging_slot_count * knobs.staging_slot_bytes // request.gradient_itemsize
     if request.during_backward:
-        host_numel = (spare_count(request) + knobs.tile_count) * knobs.tile_numel
+        spares = spare_count(request, knobs.tile_count)
+        host_numel = (spares + knobs.tile_count) * knobs.tile_numel
     room_numel = room_bytes // request.gradient_itemsize
     beyond_numel = 0
     for layer in layers:

@@ -3,10 +3,12 @@
 Pure arithmetic for one rank. Every component is a multiple of the page and grows with its knob, so
 the sum of the minimums is exactly the smallest limit that works.
 
-Under a limit, read-ahead shrinks first: it saves at most the passes' share of the drive time. Tiles
-and staging slots shrink next, but not below their knees, where the host's work per tile or slot
-outweighs the drive's. Then the slots of a layer shrink; shards without a slot move in chunks.
-Finally tiles and staging slots shrink below their knees.
+The defaults keep the queues of `PlanRequest.drive_count` drives as deep as that of one: there are
+more tiles and staging slots, and more is read ahead. Under a limit they are those of as many drives
+as fit. If not even those of one drive do, read-ahead shrinks first: it saves at most the passes'
+share of the drive time. Tiles and staging slots shrink next, but not below their knees, where the
+host's work per tile or slot outweighs the drive's. Then the slots of a layer shrink; shards without
+a slot move in chunks. Finally tiles and staging slots shrink below their knees.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ STAGING_SLOT_COUNT_MIN, STAGING_SLOT_BYTES_MIN = 2, 256 * KIB
 TILE_NUMEL, TILE_NUMEL_MIN = 1 << 20, 16 << 10
 TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
+#: For each further drive: one more is read, and one more written.
+TILES_PER_DRIVE = TILE_COUNT - 1
 #: If the step begins during backward, gradients of this many tiles wait in memory: some for a
 #: neighbour in another layer, or in another sub-group, one that arrives, and those being read.
+#: There is one more for each tile of a further drive.
 SPARE_COUNT = 8
 GRADIENT_FP32_BYTES = 4
 #: Below these the host's work per tile or slot outweighs the drive's: `bench_step.py --vary tile`.
@@ -91,6 +96,7 @@ class Knobs:
     staging_slot_bytes: int
     layer_bytes: int  # bytes of parameter slots for a layer in use, and for write-back
     slot_bytes: int  # bytes of the largest shard that takes a slot, if the budget permits
+    drive_count: int  # drives whose queues these sizes keep full
     checksum_bytes: int = 0  # bytes of checksums for everything that may be on the drives
 
     def host(self, request: PlanRequest) -> dict[str, int]:
@@ -129,12 +135,13 @@ def tiles_element_bytes(request: PlanRequest, tile_count: int) -> int:
     is_cast = casts(request.precision, request.master_dtype)
     values = request.master_itemsize + request.states_bytes
     values += request.param_itemsize if is_cast else 0
-    return tile_count * values + (tile_count + spare_count(request)) * request.gradient_itemsize
+    gradients = tile_count + spare_count(request, tile_count)
+    return tile_count * values + gradients * request.gradient_itemsize
 
 
-def spare_count(request: PlanRequest) -> int:
-    """Return the number of spare blocks, for gradients that wait for their tile."""
-    return SPARE_COUNT if request.during_backward else 0
+def spare_count(request: PlanRequest, tile_count: int) -> int:
+    """Return the number of spare blocks, for gradients that wait for one of the tiles."""
+    return SPARE_COUNT + max(0, tile_count - TILE_COUNT) if request.during_backward else 0
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:
@@ -145,9 +152,11 @@ def scratch_element_bytes(request: PlanRequest) -> int:
 
 def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:
     """Return the defaults, or the largest that fit; raise LimitTooSmallError if none do."""
-    knobs = _defaults(shapes, request)
-    if limit_bytes is None:
-        return knobs
+    for drives in range(request.drive_count, 0, -1):
+        knobs = _defaults(shapes, request, drives)
+        if limit_bytes is None or knobs.host_bytes(request) <= limit_bytes:
+            return knobs
+    assert limit_bytes is not None  # and these are the defaults of one drive
     shrink_to_knees = functools.partial(_shrink_moving, _KNEES)
     shrink_to_minimums = functools.partial(_shrink_moving, _MINIMUMS)
     for shrink in (_shrink_prefetch, shrink_to_knees, _shrink_layer, shrink_to_minimums):
@@ -162,8 +171,9 @@ def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | N
 # -- defaults --------------------------------------------------------------------------------------
 
 
-def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
-    layer_bytes, prefetch_bytes, slot_bytes = _parameter_slots(shapes, request)
+def _defaults(shapes: ModelShapes, request: PlanRequest, drives: int) -> Knobs:
+    layer_bytes, prefetch_bytes, slot_bytes = _parameter_slots(shapes, request, drives)
+    staging_slot_bytes, staging_slot_count = _staging_slots(shapes, request, drives)
     tile_numel, tile_count = 0, 0
     if request.optimizer_device == "nvme":
         tile_numel, tile_count = tile_sizes(
@@ -171,21 +181,23 @@ def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
             sum(tensor.shard_numel(request.world) for tensor in shapes.trainable),
             is_tiled=request.is_tiled,
             tile_bytes=request.tile_bytes,
+            drives=drives,
         )
     return Knobs(
         prefetch_bytes=prefetch_bytes,
         tile_numel=tile_numel,
         tile_count=tile_count,
-        staging_slot_count=STAGING_SLOT_COUNT,
-        staging_slot_bytes=_staging_slot_bytes(shapes, request),
+        staging_slot_count=staging_slot_count,
+        staging_slot_bytes=staging_slot_bytes,
         layer_bytes=layer_bytes,
         slot_bytes=slot_bytes,
+        drive_count=drives,
         checksum_bytes=checksum_bytes(shapes, request),
     )
 
 
 def tile_sizes(
-    largest_numel: int, numel: int, *, is_tiled: bool, tile_bytes: int | None
+    largest_numel: int, numel: int, *, is_tiled: bool, tile_bytes: int | None, drives: int = 1
 ) -> tuple[int, int]:
     """Return (elements of a tile, number of tiles) without a limit.
 
@@ -198,22 +210,27 @@ def tile_sizes(
     if tile_bytes is not None:
         steps = tile_bytes // GRADIENT_FP32_BYTES // TILE_NUMEL_STEP
         wanted = max(TILE_NUMEL_MIN, steps * TILE_NUMEL_STEP)
-    return min(_tile_step_up(wanted), largest_numel), TILE_COUNT
+    tile_numel = min(_tile_step_up(wanted), largest_numel)
+    existing = -(-numel // max(1, tile_numel))
+    wanted_count = TILE_COUNT + (drives - 1) * TILES_PER_DRIVE
+    return tile_numel, min(wanted_count, max(TILE_COUNT, existing))
 
 
-def _staging_slot_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the bytes of a staging slot.
+def _staging_slots(shapes: ModelShapes, request: PlanRequest, drives: int) -> tuple[int, int]:
+    """Return (bytes of a staging slot, number of slots).
 
     Slots of activations have the same size, and activations depend on tokens: then the full size.
     Slots do not shrink in proportion to the model: backward does not wait if all gradients of a
-    small model fit.
+    small model fit, with one slot more.
     """
+    count = drives * STAGING_SLOT_COUNT
     if request.has_activations:
-        return STAGING_SLOT_BYTES
+        return STAGING_SLOT_BYTES, count
     widest = max(request.param_itemsize, request.gradient_itemsize)
-    passing = (tensor.shard_bytes(request.world, widest) for tensor in shapes.tensors)
-    all_bytes = sum(passing) // (STAGING_SLOT_COUNT - 1)
-    return page_up(max(STAGING_SLOT_BYTES_MIN, min(STAGING_SLOT_BYTES, all_bytes)))
+    all_bytes = sum(tensor.shard_bytes(request.world, widest) for tensor in shapes.tensors)
+    part_bytes = all_bytes // (STAGING_SLOT_COUNT - 1)
+    slot_bytes = page_up(max(STAGING_SLOT_BYTES_MIN, min(STAGING_SLOT_BYTES, part_bytes)))
+    return slot_bytes, min(count, max(STAGING_SLOT_COUNT, 1 - (-all_bytes // slot_bytes)))
 
 
 def _numel(shapes: ModelShapes, request: PlanRequest) -> int:
@@ -236,7 +253,9 @@ def sub_group_numels(shapes: ModelShapes, request: PlanRequest) -> Sequence[int]
     return [sum(tensor.shard_numel(request.world) for tensor in group) for group in groups]
 
 
-def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, int, int]:
+def _parameter_slots(
+    shapes: ModelShapes, request: PlanRequest, drives: int
+) -> tuple[int, int, int]:
     """Return bytes of (a layer in use and write-back, read-ahead, the largest slot).
 
     The largest slot holds the largest shard that occurs repeatedly: one of the layers, not the
@@ -257,7 +276,8 @@ def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, in
     layer_bytes = max(PARAMETER_SLOTS_BYTES_MIN, in_use_bytes + slot_bytes)
     if request.prefetch_bytes is not None:
         return layer_bytes, page_up(request.prefetch_bytes), slot_bytes
-    least_bytes = _in_proportion(PREFETCH_BYTES_MIN, 2 * in_use_bytes, _numel(shapes, request))
+    numel = _numel(shapes, request)
+    least_bytes = _in_proportion(drives * PREFETCH_BYTES_MIN, 2 * in_use_bytes, numel)
     # Larger shards take no slot.
     all_bytes = sum(size * count for size, count in counts.items() if size <= slot_bytes)
     prefetch_bytes = min(max(page_up(least_bytes), 2 * slot_bytes), all_bytes)

@@ -75,13 +75,14 @@ class PlanRequest:
     sub_group_numels: tuple[int, ...] | None = None
     verify: str = "off"  # "off", "reads" or "full": whether there are checksums of data on drives
     volume_count: int = 1  # drives that the tensors are striped over
+    drive_count: int = 1  # drives for each rank of a machine, all of whose ranks use its drives
     during_backward: bool = False  # whether the step begins during backward, writing second values
     overlaps: bool = True  # whether the step overlaps the next forward pass, in part or as a whole
     has_activations: bool = False  # whether saved activations go to the drive
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are out of range."""
-        for name in ("world", "gradient_accumulation_steps"):
+        for name in ("world", "gradient_accumulation_steps", "volume_count", "drive_count"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
@@ -176,11 +177,13 @@ class PlanRequest:
         *,
         block: MemAscendConfig | None = None,
         world: int = 1,
+        local_world: int = 1,
         has_decay_groups: bool = True,
     ) -> PlanRequest:
         """Build a request from a DeepSpeed JSON, or its settings, and its `memascend` block.
 
-        The JSON states neither `world` nor `has_decay_groups`.
+        The JSON does not state `world`, `local_world` (ranks on one machine, which share its
+        drives) or `has_decay_groups`.
 
         Raises:
             ConfigError: Not ZeRO stage 3, or an invalid value.
@@ -198,6 +201,7 @@ class PlanRequest:
                 f"zero_optimization.stage is {zero.stage}: offload to a drive needs stage 3"
             )
         optimizer, steps = settings.optimizer, block.streaming.optimizer
+        volume_count = len(block.volumes) if block.volumes else 1
         return cls(
             world=world,
             gradient_accumulation_steps=settings.accumulation_steps(world),
@@ -218,7 +222,8 @@ class PlanRequest:
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             gradient_room_bytes=block.streaming.gradients.device_bytes,
             verify=block.verify,
-            volume_count=len(block.volumes) if block.volumes else 1,
+            volume_count=volume_count,
+            drive_count=-(-volume_count // local_world),
             during_backward=steps.during_backward and not why_not_during_backward(block, settings),
             overlaps=steps.overlap and _steps_in_one_pass(block, settings),
             has_activations=block.activations.enabled,

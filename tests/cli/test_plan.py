@@ -231,6 +231,26 @@ def test_a_block_that_does_less_is_pointed_out(
     assert note in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_several_volumes_have_the_depth_of_as_many_drives(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = written(tmp_path, {"memascend": {"volumes": [f"/d{n}" for n in range(4)]}})
+    found = as_json(capsys, "Llama-3.1-8B", "--config", config)["memascend"]
+    one = as_json(capsys, "Llama-3.1-8B", "--config", written(tmp_path, {}))["memascend"]
+    assert found["host"]["staging slots"] == 4 * one["host"]["staging slots"]
+    assert (found["tile_count"], one["tile_count"]) == (9, 3)
+    config = written(tmp_path, {"memascend": {"volumes": [f"/d{n}" for n in range(4)]}})
+    for options, note in (
+        ((), "prefetch keep 4 of 4 drives busy"),
+        (("--world", "4", "--nodes", "2"), "prefetch keep 2 of 2 drives busy"),
+        (("--limit", "950MiB"), "prefetch keep 2 of 4 drives busy for each rank: the limit has no"),
+    ):
+        assert main(["plan", "Llama-3.1-8B", "--config", config, *options]) == 0
+        assert note in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "Llama-3.1-8B", "--config", written(tmp_path, {})]) == 0
+    assert "drives busy" not in capsys.readouterr().out
+
+
 def test_steps_in_whole_sub_groups_are_pointed_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from memascend.base.units import GIB, KIB, MIB
 from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
 from memascend.plan.knobs import (
     SMALL_NUMEL,
+    SPARE_COUNT,
     STAGING_SLOT_BYTES_KNEE,
     TILE_NUMEL,
     TILE_NUMEL_KNEE,
@@ -54,6 +55,7 @@ requests = st.builds(
     tile_bytes=st.sampled_from([None, None, 64 * KIB, 100_000, MIB]),
     prefetch_bytes=st.sampled_from([None, None, 0, 12345, MIB]),
     has_activations=st.booleans(),
+    drive_count=st.sampled_from([1, 1, 2, 8, 64]),
 )
 
 
@@ -115,7 +117,7 @@ def check_rules(plan: Plan) -> None:
     assert plan.host.get("activation slots", staging_bytes) == staging_bytes
     assert all(nbytes % (4 * KIB) == 0 for nbytes in plan.host.values())
     assert plan.tile_numel % 4096 == 0
-    assert 2 <= plan.staging_slot_count <= 4
+    assert 2 <= plan.staging_slot_count <= 4 * plan.drive_count <= 4 * plan.request.drive_count
     assert 256 * KIB <= plan.staging_slot_bytes <= 8 * MIB
     assert plan.parameter_slots_bytes >= 4 * MIB
     assert 0 < plan.slot_bytes_max <= plan.parameter_slots_bytes // 4
@@ -237,6 +239,98 @@ def test_a_limit_too_small_says_what_is_needed_and_which_knob_costs_what() -> No
         derive(builtin("Llama-3.1-8B"), request=PlanRequest(optimizer="Lamb"), limit_bytes=MIB)
 
 
+# -- several drives --------------------------------------------------------------------------------
+
+#: Default sizes of one drive, which must not change: host bytes, and bytes read ahead.
+OF_ONE_DRIVE = {
+    "Llama-3.1-70B": (3212869632, 939524096),
+    "Llama-3.1-8B": (880820224, 234881024),
+    "Mixtral-8x7B": (276905984, 67108864),
+    "Qwen2.5-14B": (1067495424, 283115520),
+    "Qwen2.5-32B": (1916841984, 566231040),
+    "Qwen2.5-7B": (965771264, 271581184),
+}
+CHUNK_BYTES = 2 * MIB
+
+
+@pytest.mark.parametrize("model", OF_ONE_DRIVE)
+def test_one_drive_has_the_sizes_that_it_always_had(model: str) -> None:
+    plan = derive(builtin(model), request=PlanRequest())
+    assert (plan.host_bytes, plan.prefetch_bytes) == OF_ONE_DRIVE[model]
+    assert (plan.tile_numel, plan.tile_count) == (1 << 20, 3)
+    assert (plan.staging_slot_bytes, plan.staging_slot_count) == (8 * MIB, 4)
+
+
+def requests_for_each_drive(plan: Plan) -> dict[str, float]:
+    """Return the requests of CHUNK_BYTES that each drive can have in flight, by path."""
+    request = plan.request
+    tiles_read = (plan.tile_count - 1) // 2  # one is computed, as many are written as are read
+    read_bytes = request.master_itemsize + request.states_bytes + request.gradient_itemsize
+    moved = {
+        "tiles read": tiles_read * plan.tile_numel * read_bytes,
+        "gradients": plan.staging_slot_count * plan.staging_slot_bytes,
+        "parameters": min(plan.prefetch_bytes, plan.parameter_slots_bytes // 2),  # share_bytes
+    }
+    return {path: nbytes / CHUNK_BYTES / request.drive_count for path, nbytes in moved.items()}
+
+
+@pytest.mark.parametrize(("model", "parameters"), [("Mixtral-8x7B", 11.5), ("Llama-3.1-8B", 16)])
+@pytest.mark.parametrize("during_backward", [False, True])
+def test_each_of_eight_drives_has_the_least_depth_of_one(
+    model: str, parameters: float, during_backward: bool
+) -> None:
+    """But where layers are small: no more than half of the slots may be read ahead."""
+    one, eight = (
+        derive(
+            builtin(model), request=PlanRequest(drive_count=count, during_backward=during_backward)
+        )
+        for count in (1, 8)
+    )
+    found = requests_for_each_drive(eight)
+    assert found == {
+        "tiles read": 7,
+        "gradients": 16,
+        "parameters": pytest.approx(parameters, 0.01),
+    }
+    # In backward each tile that is read, or written, has a gradient that waits for it.
+    assert one.spare_count == (SPARE_COUNT if during_backward else 0)
+    assert eight.spare_count - one.spare_count == (14 if during_backward else 0)
+
+
+def test_under_a_limit_the_sizes_are_those_of_as_many_drives_as_fit() -> None:
+    shapes, request = builtin("Llama-3.1-8B"), PlanRequest(drive_count=8)
+    of = [derive(shapes, request=PlanRequest(drive_count=1 + more)) for more in range(8)]
+    for limit_bytes, found in (
+        (of[7].host_bytes, of[7]),
+        (of[7].host_bytes - 1, of[6]),
+        (of[2].host_bytes, of[2]),
+        (of[1].host_bytes - 1, of[0]),
+    ):
+        plan = derive(shapes, request=request, limit_bytes=limit_bytes)
+        assert plan.host == found.host
+        assert plan.drive_count == found.drive_count
+    for limit_bytes in (of[0].host_bytes // 2, minimum_bytes(shapes, PlanRequest())):
+        plan = derive(shapes, request=request, limit_bytes=limit_bytes)
+        one = derive(shapes, request=PlanRequest(), limit_bytes=limit_bytes)
+        assert (plan.drive_count, plan.host) == (1, one.host)
+
+
+def test_only_what_is_left_beside_the_depth_of_all_drives_keeps_tensors_in_memory() -> None:
+    shapes, request = builtin("Llama-3.1-8B"), PlanRequest(drive_count=2)
+    whole_bytes = derive(shapes, request=request).host_bytes
+    plan = derive(shapes, request=request, limit_bytes=whole_bytes + GIB)
+    assert (plan.host["resident cache"], plan.drive_count) == (GIB, 2)
+    assert derive(shapes, request=request, limit_bytes=whole_bytes - 1).resident == {}
+
+
+def test_a_small_model_gets_no_tile_or_slot_that_it_could_not_fill() -> None:
+    shapes = decoder(layers=2, hidden=600, vocabulary=900)
+    plan = derive(shapes, request=PlanRequest(drive_count=64))
+    assert (plan.tile_count - 1) * plan.tile_numel < shapes.numel
+    assert (plan.staging_slot_count - 2) * plan.staging_slot_bytes < 2 * shapes.numel
+    assert plan.prefetch_bytes <= 2 * shapes.numel + 4 * KIB * len(shapes.tensors)
+
+
 # -- small models ----------------------------------------------------------------------------------
 
 
@@ -271,10 +365,12 @@ def test_nothing_is_larger_than_what_passes_through_it(
     numel = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     if request.tile_bytes is None and request.is_tiled:
-        assert plan.tile_count * plan.tile_numel < learning + plan.tile_count * 4096
+        last = plan.tile_numel if plan.tile_count > 3 else 0  # only a part of it exists
+        assert plan.tile_count * plan.tile_numel < learning + last + plan.tile_count * 4096
     if not request.has_activations:  # their slots follow the tokens
         slots_bytes = plan.staging_slot_count * plan.staging_slot_bytes
-        assert slots_bytes <= max(4 * 256 * KIB, 4 / 3 * numel * itemsize + 4 * 4 * KIB)
+        beside = plan.staging_slot_bytes if plan.staging_slot_count > 4 else 0
+        assert slots_bytes <= max(4 * 256 * KIB, 4 / 3 * numel * itemsize + beside + 4 * 4 * KIB)
 
 
 def test_reading_ahead_has_no_room_for_what_takes_no_slot() -> None:

@@ -248,6 +248,7 @@ def test_a_configuration_that_cannot_be_is_an_error(
         {"master_dtype": "int8"},
         {"optimizer_device": "gpu"},
         {"sub_group_size": -1},
+        {"drive_count": 0},
     ],
 )
 def test_an_impossible_request_is_an_error(wrong: dict[str, Any]) -> None:
@@ -261,3 +262,14 @@ def test_verification_and_volumes_come_from_the_block() -> None:
     request = PlanRequest.from_deepspeed({"zero_optimization": zero, "memascend": block})
     assert (request.verify, request.volume_count) == ("reads", 2)
     assert PlanRequest.from_deepspeed({"zero_optimization": zero}).verify == "off"
+
+
+@pytest.mark.parametrize(("ranks", "drives"), [(1, 3), (2, 2), (3, 1), (8, 1)])
+def test_ranks_of_a_machine_share_its_drives(ranks: int, drives: int) -> None:
+    """Each rank's tensors are on all of them: together the ranks keep them busy."""
+    block = {"volumes": ["/a", "/b", "/c"]}
+    ds_config = {"zero_optimization": {"stage": 3}, "memascend": block}
+    request = PlanRequest.from_deepspeed(ds_config, world=2 * ranks, local_world=ranks)
+    assert (request.volume_count, request.drive_count) == (3, drives)
+    del ds_config["memascend"]
+    assert PlanRequest.from_deepspeed(ds_config, world=ranks, local_world=ranks).drive_count == 1

@@ -83,12 +83,17 @@ def a_run(seed: int) -> dict[str, int]:
         "world": rng.choice([1, 2, 3, 8, 64]),
         "limit": limit,
         "tokens": rng.choice([0, rng.randint(1, 3000), rng.randint(1, 1 << 20)]),
+        "drives": rng.choice([1, 1, 2, 8]),
     }
 
 
 def planned(shapes: ModelShapes, run: dict[str, int]) -> dict[str, Any]:
     """Return what the plan says, in the form of the calculator; of a limit too small the least."""
-    request = PlanRequest(world=run["world"], has_activations=run["tokens"] > 0)
+    request = PlanRequest(
+        world=run["world"],
+        has_activations=run["tokens"] > 0,
+        drive_count=run.get("drives", 1),
+    )
     of_stock = stock(shapes, request=request)
     try:
         derive(shapes, request=request, limit_bytes=1)
@@ -184,7 +189,7 @@ def test_the_form_fits_the_screen_and_nothing_is_complained_of(seen: Browser) ->
         "[...document.querySelectorAll('label, table')].map(e => e.getBoundingClientRect())"
         ".map(b => [b.left, b.right])"
     )
-    assert len(boxes) == 16
+    assert len(boxes) == 17
     assert all(left >= 0 and right <= width for left, right in boxes)
 
 

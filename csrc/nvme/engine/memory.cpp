@@ -23,7 +23,7 @@ std::string MemoryEngine::description() const {
 }
 
 void MemoryEngine::submit(std::span<const Request> requests) {
-  in_flight_.insert(in_flight_.end(), requests.begin(), requests.end());
+  for (const Request& request : requests) in_flight_.push_back({request, next_end()});
   MA_INVARIANT(in_flight_.size() <= options_.queue_depth);
 }
 
@@ -41,7 +41,7 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions,
     }
     std::size_t index = 0;
     if (happens(faults_.reorder, &faults_.counts.reorder)) index = random_() % candidates;
-    const Request request = in_flight_[index];
+    const Request request = in_flight_[index].request;
     in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(index));
     completions[count++] = {request.tag, run(request)};
   }
@@ -52,13 +52,25 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions,
 std::size_t MemoryEngine::ready_count() const {
   if (faults_.paused || faults_.paused_volume == options_.volume_index) return 0;
   if (!is_slow()) return in_flight_.size();
-  const bool rests = std::chrono::steady_clock::now() >= slow_until_;
-  return rests ? in_flight_.size() : 0;
+  const Time now = std::chrono::steady_clock::now();
+  const auto first_running = std::find_if(in_flight_.begin(), in_flight_.end(),
+                                          [now](const InFlight& one) { return one.end > now; });
+  return static_cast<std::size_t>(first_running - in_flight_.begin());
 }
 
 bool MemoryEngine::is_slow() const {
   const int volume = faults_.slow_volume;
   return volume == options_.volume_index || volume == MemoryFaults::kEveryVolume;
+}
+
+// Returns when a request that is submitted now ends: it begins once one of those before it is over.
+MemoryEngine::Time MemoryEngine::next_end() {
+  if (!is_slow()) return {};
+  busy_until_.resize(static_cast<std::size_t>(std::max(1, faults_.slow_width.load())));
+  Time& first_free = *std::min_element(busy_until_.begin(), busy_until_.end());
+  const Time begin = std::max(first_free, std::chrono::steady_clock::now());
+  first_free = begin + std::chrono::milliseconds(faults_.slow_milliseconds.load());
+  return first_free;
 }
 
 bool MemoryEngine::wait(std::chrono::milliseconds timeout) {
@@ -85,10 +97,6 @@ bool MemoryEngine::happens(double probability, std::atomic<std::uint64_t>* count
 std::int64_t MemoryEngine::run(const Request& request) {
   if (!is_aligned(request.offset | request.nbytes, alignment_.offset_bytes)) return -EINVAL;
   if (!is_aligned(request.data, alignment_.memory_bytes)) return -EINVAL;
-  if (is_slow()) {
-    slow_until_ = std::chrono::steady_clock::now() +
-                  std::chrono::milliseconds(faults_.slow_milliseconds.load());
-  }
   const bool writes = request.operation == Operation::kWrite;
   MemoryFaultCounts& counts = faults_.counts;
   if (faults_.gone != 0) return -faults_.gone;

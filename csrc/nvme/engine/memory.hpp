@@ -45,8 +45,9 @@ struct MemoryFaults {
   std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
   static constexpr int kEveryVolume = -2;
   std::atomic<int> slow_volume =
-      -1;  // or every one: runs one request at a time, each for slow_milliseconds
+      -1;  // or every one: runs slow_width requests at a time, each for slow_milliseconds
   std::atomic<int> slow_milliseconds = 0;
+  std::atomic<int> slow_width = 1;
   std::atomic<int> gone = 0;  // the errno of every request from now on
   MemoryFaultCounts counts;   // raised by the engine
 };
@@ -65,9 +66,16 @@ class MemoryEngine final : public Engine {
   void wake() noexcept override;
 
  private:
+  using Time = std::chrono::steady_clock::time_point;
+  struct InFlight {
+    Request request;
+    Time end;  // no earlier than this it completes, while the volume is slow
+  };
+
   bool happens(double probability, std::atomic<std::uint64_t>* count = nullptr);
   std::size_t ready_count() const;
   bool is_slow() const;
+  Time next_end();
   std::int64_t run(const Request& request);
   bool wait(std::chrono::milliseconds timeout);
 
@@ -76,8 +84,8 @@ class MemoryEngine final : public Engine {
   const int file_;
   const Alignment alignment_;
   std::mt19937_64 random_;
-  std::vector<Request> in_flight_;  // oldest first
-  std::chrono::steady_clock::time_point slow_until_{};
+  std::vector<InFlight> in_flight_;  // oldest first
+  std::vector<Time> busy_until_;     // each of the requests that a slow volume runs at a time
   std::set<std::uint64_t> flipped_;  // offsets of the last read there
   std::mutex mutex_;                 // guards woken_
   std::condition_variable wake_;

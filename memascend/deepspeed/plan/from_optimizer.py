@@ -124,10 +124,14 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     base = optimizer.base
     kind, elementwise = type(base), is_elementwise(base)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
-    request = PlanRequest.from_deepspeed(settings, block=config, world=dist.get_world_size())
+    request = PlanRequest.from_deepspeed(
+        settings, block=config, world=dist.get_world_size(), local_world=local_world_size()
+    )
     master = optimizer.master_dtype
     return dataclasses.replace(
         request,
+        # Machines may differ in their volumes; sizes must be equal, and gathers' turns with them.
+        drive_count=_least_of_ranks(request.drive_count),
         precision=_NAMES[optimizer.stored_dtype],
         arriving_dtype=_NAMES[optimizer.reduction_dtype],
         accumulation_dtype=_NAMES[optimizer.accumulation_dtype],

@@ -15,13 +15,14 @@ from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 class PrefetchLimit:
     """The limit of one stream, which follows from the sizes of its shards unless it is stated."""
 
-    def __init__(self, given_bytes: int | None = None) -> None:
+    def __init__(self, given_bytes: int | None = None, drive_count: int = 1) -> None:
         """Start without shards.
 
         Args:
             given_bytes: The limit, if `buffer_pool.prefetch_bytes` states one.
+            drive_count: Drives whose queues it keeps full; the plan changes it.
         """
-        self._given_bytes = given_bytes
+        self._given_bytes, self.drive_count = given_bytes, drive_count
         self._sizes: Counter[int] = Counter()  # number of shards by bytes
 
     def note_made(self, nbytes: int) -> None:
@@ -42,7 +43,7 @@ class PrefetchLimit:
 
     @property
     def nbytes(self) -> int:
-        """The stated bytes, else twice `repeated_bytes_max`."""
+        """The stated bytes, else twice `repeated_bytes_max`, and the least for each drive."""
         if self._given_bytes is not None:
             return self._given_bytes
-        return max(PREFETCH_BYTES_MIN, 2 * self.repeated_bytes_max)
+        return max(self.drive_count * PREFETCH_BYTES_MIN, 2 * self.repeated_bytes_max)

@@ -52,6 +52,7 @@ class ParameterStream:
         store: TensorIO,
         pool: Pool,
         prefetch_bytes: int | None = None,
+        drive_count: int = 1,
         staging: StagingSlots | None = None,
         device: torch.device | None = None,
         background: BackgroundStep | None = None,
@@ -63,6 +64,7 @@ class ParameterStream:
             store: The store of the shards.
             pool: The pool of the slots.
             prefetch_bytes: Bytes that may be read ahead; None derives them from the sizes.
+            drive_count: Drives whose queues reading ahead keeps full.
             staging: Staging slots for shards without a slot; needed with a budget.
             device: Where shards without a slot are assembled.
             background: The optimizer's walk, which may still be writing shards.
@@ -71,7 +73,7 @@ class ParameterStream:
         self.pool = pool
         self.guard = pool.guard
         self._store = store
-        self._prefetch_limit = PrefetchLimit(prefetch_bytes)
+        self._prefetch_limit = PrefetchLimit(prefetch_bytes, drive_count)
         self.background = background or BackgroundStep()
         self._shards: list[Shard] = []
         self._staged: dict[Shard, None] = {}  # in order of request
@@ -95,6 +97,10 @@ class ParameterStream:
     def share_bytes(self) -> int:
         """Bytes that one turn may take, and limit of read-ahead: half the budget each."""
         return self.pool.budget_bytes // 2
+
+    def note_drives(self, drive_count: int) -> None:
+        """Keep the queues of this many drives full from now on."""
+        self._prefetch_limit.drive_count = drive_count
 
     @guarded
     def take_changes(self) -> Collection[Shard]:

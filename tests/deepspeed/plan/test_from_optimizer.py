@@ -308,6 +308,28 @@ def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
     assert planned == {name: taken[name] for name in planned}
 
 
+@pytest.mark.parametrize("least", [2, 9])
+def test_ranks_plan_for_as_many_drives_as_the_one_that_has_fewest(
+    monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """Else they would cut gathers in other places than those of a machine with more volumes."""
+    monkeypatch.setattr(planning.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(planning.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(planning.dist, "all_reduce", lambda tensor, op: tensor.clamp_(max=least))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    optimizer = SimpleNamespace(
+        base=torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]),
+        stored_dtype=BF16,
+        reduction_dtype=BF16,
+        accumulation_dtype=BF16,
+        master_dtype=FP32,
+        numels=[5],
+    )
+    block = parse_block({"volumes": [f"/drive{index}" for index in range(6)]})
+    request = planning._request(optimizer, block, CONFIG)
+    assert (request.volume_count, request.drive_count) == (6, min(least, 3))
+
+
 def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def derive(_: Any, *, request: Any, limit_bytes: int | None = None) -> Any:
         if limit_bytes is None:

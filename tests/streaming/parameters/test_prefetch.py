@@ -6,8 +6,8 @@ from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.streaming.parameters.prefetch import PrefetchLimit
 
 
-def limit_of(*sizes: int, given_bytes: int | None = None) -> PrefetchLimit:
-    limit = PrefetchLimit(given_bytes)
+def limit_of(*sizes: int, given_bytes: int | None = None, drive_count: int = 1) -> PrefetchLimit:
+    limit = PrefetchLimit(given_bytes, drive_count)
     for nbytes in sizes:
         limit.note_made(nbytes)
     return limit
@@ -24,6 +24,13 @@ def test_twice_the_largest_of_those_may_be_read_ahead_unless_it_is_stated() -> N
     sizes = [2 * PREFETCH_BYTES_MIN] * REPEATED_COUNT_MIN
     assert limit_of(*sizes).nbytes == 4 * PREFETCH_BYTES_MIN
     assert limit_of(*sizes, given_bytes=0).nbytes == 0
+
+
+def test_the_least_is_for_each_drive() -> None:
+    sizes = [2 * PREFETCH_BYTES_MIN] * REPEATED_COUNT_MIN
+    limits = [limit_of(*sizes, drive_count=count).nbytes for count in (1, 4, 8)]
+    assert limits == [4 * PREFETCH_BYTES_MIN, 4 * PREFETCH_BYTES_MIN, 8 * PREFETCH_BYTES_MIN]
+    assert limit_of(given_bytes=4096, drive_count=8).nbytes == 4096
 
 
 def test_one_that_is_stored_in_another_dtype_counts_with_its_new_size() -> None:
