@@ -95,7 +95,8 @@ class Slicer:
             CannotCut: An output does not have the batch first.
         """
         tensors = [value for value in leaves.values if torch.is_tensor(value)]
-        return SlicedCall(self.whole(call), leaves, cut, self._weights_of(params)).run(tensors)
+        sliced = SlicedCall(self.whole(call), leaves, cut, self._weights_of(params))
+        return sliced.run(tensors, trains=any(param.requires_grad for param in params))
 
     def whole(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function within which nothing is cut, in forward and when it is recomputed."""

@@ -50,14 +50,18 @@ class SlicedCall:
             {"cpu", *(one.device.type for one in leaves.values if torch.is_tensor(one))}
         )
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor], *, trains: bool) -> Any:
         """Return the output of the whole batch.
 
+        Args:
+            tensors: Those among the leaves.
+            trains: Whether a weight wants a gradient.
+
         Raises:
-            CannotCut: An output does not have the batch first. Nothing was changed.
+            CannotCut: An output does not have the batch first. Random numbers are as before.
         """
-        # It wants a gradient, so that weights get theirs where no input wants one.
-        anchor = torch.zeros((), requires_grad=True)
+        # Weights get their gradients also where no input wants one.
+        anchor = torch.zeros((), requires_grad=trains)
         outputs = _Sliced.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         return outputs if self._is_tuple else outputs[0]
 
@@ -71,7 +75,7 @@ class SlicedCall:
                 self._random.append(_RandomState(tensors))
                 outputs = self._call(number, [tensor.detach() for tensor in tensors])
                 if number == 0:
-                    whole = [self._whole(output) for output in outputs]
+                    whole = self._whole(outputs)
                 for target, output in zip(whole, outputs, strict=True):
                     if target is not None and output is not None:
                         self._cut.part(number, target).copy_(output)
@@ -142,9 +146,15 @@ class SlicedCall:
         self._is_tuple = isinstance(outputs, tuple | list)
         return tuple(outputs) if self._is_tuple else (outputs,)
 
-    def _whole(self, output: Any) -> torch.Tensor | None:
-        if output is None:
-            return None
+    def _whole(self, outputs: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Return memory for the outputs of the whole batch, from those of the first slice."""
+        try:
+            return [None if output is None else self._memory_for(output) for output in outputs]
+        except CannotCut:
+            self._random[0].restore()
+            raise
+
+    def _memory_for(self, output: Any) -> torch.Tensor:
         if not torch.is_tensor(output):
             raise CannotCut(f"it returns a {type(output).__name__}")
         return output.new_empty(self._cut.whole_shape(0, output))
@@ -179,10 +189,14 @@ class _RandomState:
             device_type = next(iter(self._types), None)
             options = {} if device_type is None else {"device_type": device_type}
             stack.enter_context(torch.random.fork_rng(devices=self._devices, **options))
-            torch.set_rng_state(self._host)
-            if device_type is not None:
-                set_device_states(self._devices, self._states, device_type=device_type)
+            self.restore()
             yield
+
+    def restore(self) -> None:
+        """Have the next random numbers be those of then."""
+        torch.set_rng_state(self._host)
+        for device_type in self._types:
+            set_device_states(self._devices, self._states, device_type=device_type)
 
 
 class _Autocast:

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.sliced_models import (
     LENGTH,
@@ -90,3 +91,37 @@ def test_a_graph_is_differentiated_twice_if_it_is_retained() -> None:
     loss.backward()
     twice = {name: one / 2 for name, one in gradients(model).items()}
     assert_close(twice, expected)
+
+
+def test_a_frozen_layer_whose_input_wants_no_gradient_is_not_computed_again() -> None:
+    model = Plain(reentrant=False)
+    model.embedding.weight.requires_grad_(False)
+    for param in model.layers[0].parameters():
+        param.requires_grad_(False)
+    calls: list[int] = []
+    model.layers[0].linear1.register_forward_hook(lambda *call: calls.append(len(call[2])))
+    ids = torch.randint(50, (ROWS, LENGTH))
+    model(ids).backward()
+    expected = gradients(model)
+    calls.clear()
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    loss.backward()
+    assert calls == [2, 2, 2]
+    assert_close(gradients(model), expected)
+
+
+def test_a_layer_that_gives_up_leaves_random_numbers_as_they_were() -> None:
+    class Sums(nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(states, 0.5)[:1]  # not all sequences
+
+    model = Plain(reentrant=False)
+    model.layers[1] = Sums()
+    ids = torch.randint(50, (ROWS, LENGTH))
+    torch.manual_seed(3)
+    expected = model(ids)
+    torch.manual_seed(3)
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        found = model(ids)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -24,7 +24,7 @@ class Weights:
     passes: ClassVar[list[tuple[str, list[int]]]] = []
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        assert params
+        pass
 
     @contextmanager
     def in_forward(self) -> Iterator[Callable[[int], None]]:
@@ -110,4 +110,4 @@ class Plain(nn.Module):
         states = self.embedding(ids)
         for layer in self.layers:
             states = checkpoint(layer, states, use_reentrant=self.reentrant)
-        return states.square().mean()
+        return (states[..., 0] * states[..., 1].exp()).mean()
