@@ -148,6 +148,11 @@ class MicroBatchConfig(Section):
     sequences: int | None = Field(
         None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"
     )
+    reduction: Literal["pass", "slice"] = Field(
+        "pass",
+        description="ranks reduce gradients once in a pass; `slice`: slice by slice, which has the "
+        "bits of as many micro-steps on several ranks",
+    )
     head: bool = Field(
         True, description="off: the head computes the whole batch, and its logits can be read"
     )

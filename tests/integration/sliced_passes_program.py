@@ -207,10 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("drive")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--by-slice", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    config = training_config(arguments.drive, BLOCK | {"micro_batches": {"count": 4}}, 1)
+    section = {"count": 4} | ({"reduction": "slice"} if arguments.by_slice else {})
+    config = training_config(arguments.drive, BLOCK | {"micro_batches": section}, 1)
     del config["bf16"]
     config["zero_optimization"]["reduce_bucket_size"] = 10_000  # no gradient waits for another
     config["optimizer"]["params"] = {"lr": 0.0, "weight_decay": 0.0}  # both keep their weights

@@ -53,6 +53,7 @@ class Case:
     dtype: str = "bf16"
     accumulation: int = 1
     labelled: bool = False  # the model computes the loss, and takes labels
+    by_slice: bool = False  # and ranks reduce each slice
     slices: int = 0  # so many micro-steps are one, whose layers compute them as slices; 0: none
     clipping: float = 0.0
     checkpointing: str = "off"  # off | reentrant | nonreentrant | offload | deepspeed
@@ -215,6 +216,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         }
     if case.slices:
         block["micro_batches"] = {"count": case.slices}
+        if case.by_slice:
+            block["micro_batches"]["reduction"] = "slice"
     if case.during_backward:
         block["streaming"]["optimizer"]["during_backward"] = True
     if case.walk == "off":

@@ -29,6 +29,10 @@ def exact_cases() -> list[Case]:
         replace(PLAIN, checkpointing="deepspeed"),
         replace(PLAIN, family="qwen3_moe-untied", limit_bytes=24 << 20),
         replace(PLAIN, zero_init=False, accessors="change"),
+        replace(PLAIN, by_slice=True, world=2),
+        replace(PLAIN, by_slice=True, world=2, gradients_in_fp32=True, family="mixtral"),
+        replace(PLAIN, by_slice=True, world=2, dtype="fp16", scale_power=12, saved_bytes=0),
+        replace(PLAIN, by_slice=True, during_backward=True, clipping=0.0, steps=4, world=2),
     ]
 
 

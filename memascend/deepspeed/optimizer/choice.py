@@ -106,8 +106,9 @@ def reduction_of_sums(config: MemAscendConfig, settings: DeepSpeedSettings) -> d
     Micro-steps are added up behind the reduction, slices before it: in 16 bits it would round the
     sums.
     """
-    if config.micro_batches is None or settings.communication_data_type is not None:
+    section = config.micro_batches
+    if section is None or section.reduction == "slice":
         return {}
-    if settings.data_types.grad_accum_dtype != "fp32":
+    if settings.communication_data_type or settings.data_types.grad_accum_dtype != "fp32":
         return {}
     return {"communication_data_type": torch.float32}

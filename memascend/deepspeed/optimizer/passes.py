@@ -13,9 +13,9 @@ one. This class can: autograd calls back when a graph has finished, and a seam w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -138,6 +138,15 @@ class BackwardPasses:
         return self._call_count > 0 or _current_graph() != _NO_GRAPH
 
 
+class ReducedSums(Protocol):
+    """Sums of gradients that were reduced in parts (memascend/deepspeed/slices/weights.py)."""
+
+    def take(
+        self, params: Sequence[Any], parts: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return the parameters whose sums are complete, with their sums."""
+
+
 class PassHooks:
     """DeepSpeed's hooks around backward passes. `original` and `reduce` are its own functions."""
 
@@ -153,6 +162,8 @@ class PassHooks:
         self.passes = BackwardPasses()
         #: Puts gradients into buckets that wait for the end of a pass.
         self.deliver_late: Callable[[], None] = _do_nothing
+        #: Keeps reduced gradients until those of all slices are added up; None: each is complete.
+        self.sums: ReducedSums | None = None
 
     def begin_forward(self, original: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Begin a forward pass; drop the gradients of a backward pass that an error aborted.
@@ -238,6 +249,8 @@ class PassHooks:
         store: Callable[[list[Any], list[Any]], Any],
     ) -> Any:
         """Store the gradients of a bucket; add those of parameters reduced by an earlier pass."""
+        if self.sums is not None:
+            params, partitions = self.sums.take(params, partitions)
         adding = [self.passes.adds(param.ds_id) for param in params]
         taken = []
         for adds in sorted(set(adding)):

@@ -442,6 +442,11 @@ class Upstream:
         buckets = self._stage3.ipg_buckets.values()
         return any(param is one for bucket in buckets for one in bucket.params)
 
+    def reduce_buckets(self) -> None:
+        """Reduce the gradients that wait in buckets, and store them."""
+        for dtype in self._stage3.ipg_buckets:
+            self._stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+
     def widen_gradient(self, param: Any) -> None:
         """Have autograd add up a parameter's gradient in the dtype of accumulation."""
         if param.dtype != self.accumulation_dtype and hasattr(param, "grad_dtype"):

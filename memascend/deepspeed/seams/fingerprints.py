@@ -150,6 +150,7 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_contiguous_grads": "0.18.4 880d211719d1a882 0.18.9 b082d7f723a15b9d 0.19.2 7486efe4c502949d 0.19.3 a2e1b1f0fb4bfba8 0.19.8 a5f3def498f2cb6c",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads": "0.18.4 866fc9fc4f00e404 0.19.2 c79717c45739558c 0.19.3 14367c278b653792 0.19.8 d528d97dbf7fa612",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__": "0.18.4 0d438ae539fb13ea 0.18.8 d5b80359c3b570af 0.18.9 bb5503a80994fde3 0.19.1 a7636b12f1c8550f 0.19.3 832dd0c727158b32 0.19.5 3233069460173fe2 0.19.8 3016df5217657fff",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads": "0.18.4 9e6c8bf75c3c5efa 0.19.3 dd4a12fcc15ee530",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._clear_fp32_optimizer_param_groups": "0.18.4 3ebe429f954c6ac3",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading": "0.18.4 ab5d45dfc2c19929",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping": "0.18.4 8d9da0769277d6c5",

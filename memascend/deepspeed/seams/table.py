@@ -310,6 +310,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "reduce_ready_partitions_and_remove_grads",
             "reduce_independent_p_g_buckets_and_remove_grads",
             "__add_grad_to_ipg_bucket",
+            "__reduce_and_partition_ipg_grads",
             "_swappable_optimizer_subgroup",
             "_unflatten_partitioned_parameters",
             "get_param_id",

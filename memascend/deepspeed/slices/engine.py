@@ -21,8 +21,10 @@ class EngineSlices:
     def __init__(self, optimizer: Any, section: MicroBatchConfig) -> None:
         """Look at the model of an optimizer of ours, and take part in its backward passes."""
         self._optimizer = weakref.ref(optimizer)
-        self._gradients = PassGradients(optimizer.upstream, held)
+        by_slice = section.reduction == "slice"
+        self._gradients = PassGradients(optimizer.upstream, held, by_slice=by_slice)
         optimizer.passes.deliver_late = self._gradients.deliver_late
+        optimizer.passes.sums = self._gradients.sums
         slicer = Slicer(self._gradients.weights_of)
         self._model = SlicedModel(optimizer.upstream.module, slicer, slices_head=section.head)
         self._section = section

@@ -34,16 +34,33 @@ class Reduction(Protocol):
     def is_in_bucket(self, param: Any) -> bool:
         """Return whether a parameter's gradient waits in a bucket to be reduced."""
 
+    def reduce_buckets(self) -> None:
+        """Reduce the gradients that wait in buckets."""
+
     def widen_gradient(self, param: Any) -> None:
         """Have autograd add up a parameter's gradient in the dtype of accumulation."""
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are added up."""
 
 
 class PassGradients:
     """Gradients of one forward pass and its backward passes."""
 
-    def __init__(self, reduction: Reduction, held: HeldParameters) -> None:
-        """Start without a pass."""
+    def __init__(
+        self, reduction: Reduction, held: HeldParameters, *, by_slice: bool = False
+    ) -> None:
+        """Start without a pass.
+
+        Args:
+            reduction: The optimizer.
+            held: The parameters that stay gathered.
+            by_slice: Whether each slice's gradients are reduced, and their sums kept on the device.
+        """
         self._reduction, self._held = reduction, held
+        #: Sums of slices that were reduced; None: gradients are added up before the reduction.
+        self.sums = SliceSums(reduction) if by_slice else None
         self._shared = _shared_parameters(reduction.module)
         self._seen: set[int] = set()
         self._waiting: weakref.WeakSet[CallWeights] = weakref.WeakSet()
@@ -57,6 +74,8 @@ class PassGradients:
         """
         if self._waiting:
             return
+        if self.sums is not None:
+            self.sums.drop()
         self._seen.clear()
         for param in self._late.values():
             param.ds_grad_is_ready = True
@@ -92,6 +111,54 @@ class PassGradients:
                 param.ds_grad_is_ready = False
 
 
+class SliceSums:
+    """Adds up this rank's parts of gradients, slice by slice, behind their reduction.
+
+    So several ranks get the bits of as many micro-steps, whose gradients are rounded as often. The
+    sums are those of one layer, on the device.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        """Start without a sum."""
+        self._reduction = reduction
+        self._open: frozenset[int] = frozenset()  # ids of parameters with slices to come
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def begin_slice(self, params: Sequence[Any], *, is_last: bool) -> None:
+        """Begin a slice of a call with these parameters, behind the reduction of the one before."""
+        self._reduction.reduce_buckets()
+        self._open = frozenset() if is_last else frozenset(map(id, params))
+
+    def end(self, params: Sequence[Any]) -> None:
+        """End a call; parameters that the last slice did not use get zeros from it."""
+        for param in params:
+            if id(param) in self._sums and param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def drop(self) -> None:
+        """Drop all sums, those of a pass that an error has ended."""
+        self._open = frozenset()
+        self._sums.clear()
+
+    def take(
+        self, params: Sequence[Any], parts: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return the parameters whose sums are complete, with their sums; keep the others."""
+        complete = []
+        for param, part in zip(params, parts, strict=True):
+            before = self._sums.pop(id(param), None)
+            if before is not None:
+                part = before.add_(part)
+            if id(param) not in self._open:
+                complete.append((param, part))
+                continue
+            if before is None:
+                part = part.to(self._reduction.accumulation_dtype, copy=True)
+            self._sums[id(param)] = part
+            param.grad = None
+        return [param for param, _ in complete], [part for _, part in complete]
+
+
 class CallWeights:
     """The weights of one call."""
 
@@ -116,20 +183,26 @@ class CallWeights:
         self._gradients.note_backward(self)
         self._reduction.expect_reduction()
         own = [param for param in self._trained if not self._gradients.is_late(param)]
-        for param in self._trained:
+        sums = self._gradients.sums
+        for param in self._trained if sums is None else ():
             self._reduction.widen_gradient(param)
         with self._held.holding(self._params) as begin_slice:
 
             def begin(number: int) -> None:
+                is_last = number == count - 1
+                if sums is not None:
+                    sums.begin_slice(own, is_last=is_last)
                 begin_slice(number)
                 for param in own:
-                    param.ds_grad_is_ready = number == count - 1
+                    param.ds_grad_is_ready = is_last or sums is not None
 
             try:
                 yield begin
             finally:
                 for param in own:
                     param.ds_grad_is_ready = True
+            if sums is not None:
+                sums.end(own)
             # The last slice did not use them, as experts of which it has no tokens.
             for param in own:
                 if param.grad is not None and not self._reduction.is_in_bucket(param):

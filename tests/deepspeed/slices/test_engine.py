@@ -17,16 +17,24 @@ pytestmark = pytest.mark.deepspeed
 PROGRAM = REPOSITORY / "tests" / "integration" / "sliced_passes_program.py"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, []),
+        (1, ["--tied"]),
+        (2, ["--by-slice"]),
+        pytest.param(2, [], marks=pytest.mark.full),
+        pytest.param(2, ["--tied", "--by-slice"], marks=pytest.mark.full),
+    ],
+)
 def test_gradients_of_disturbed_passes_are_those_of_torch(
-    tmp_path: Path, world: int, tied: bool
+    tmp_path: Path, world: int, options: list[str]
 ) -> None:
     (tmp_path / "drive").mkdir()
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     launcher = [RANKS, str(world)] if world > 1 else []
     done = run(
-        [*launcher, str(PROGRAM), str(tmp_path / "drive"), *(["--tied"] if tied else [])],
+        [*launcher, str(PROGRAM), str(tmp_path / "drive"), *options],
         cwd=tmp_path,
         environment={"PYTHONPATH": search_path} | (alone() if world == 1 else {}),
     )

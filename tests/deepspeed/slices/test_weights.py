@@ -17,7 +17,7 @@ class Reduction:
         self.module = module
         self.reduced: list[Any] = []
         self.in_bucket: list[Any] = []
-        self.expected = 0
+        self.expected = self.flushed = 0
 
     def expect_reduction(self) -> None:
         self.expected += 1
@@ -29,8 +29,13 @@ class Reduction:
     def is_in_bucket(self, param: Any) -> bool:
         return any(param is one for one in self.in_bucket)
 
+    def reduce_buckets(self) -> None:
+        self.flushed += 1
+
     def widen_gradient(self, param: Any) -> None:
         param.is_widened = True
+
+    accumulation_dtype = torch.float32
 
 
 class Model(torch.nn.Module):
@@ -131,3 +136,50 @@ def test_two_graphs_at_once_use_everything_twice(reduction: Reduction, gradients
     with gradients.weights_of([bias]).in_backward(1) as begin_slice:
         begin_slice(0)
         assert bias.ds_grad_is_ready
+
+
+def test_sums_of_slices_are_complete_with_the_last(reduction: Reduction) -> None:
+    from memascend.deepspeed.slices.held import HeldParameters
+    from memascend.deepspeed.slices.weights import PassGradients
+
+    found = PassGradients(reduction, HeldParameters(), by_slice=True)
+    found.begin()
+    bias: Any = reduction.module.other.bias
+    other: Any = reduction.module.other.weight
+    assert found.sums is not None
+    with found.weights_of([bias]).in_backward(3) as begin_slice:
+        for number in range(3):
+            begin_slice(number)
+            assert bias.ds_grad_is_ready
+            assert reduction.flushed == number + 1
+            bias.grad = torch.ones(2)
+            arrived = torch.full((1,), 2.0**number, dtype=torch.bfloat16)
+            params, parts = found.sums.take([bias, other], [arrived, arrived])
+            if number < 2:
+                assert [one is other for one in params] == [True]
+                assert bias.grad is None
+            arrived.fill_(-1.0)  # DeepSpeed uses its buffer again
+    assert [one is bias for one in params] == [True, False]
+    assert (parts[0].item(), parts[0].dtype) == (7.0, torch.float32)
+    assert not hasattr(bias, "is_widened")
+
+
+def test_a_sum_whose_last_slice_brings_nothing_gets_zeros(reduction: Reduction) -> None:
+    from memascend.deepspeed.slices.held import HeldParameters
+    from memascend.deepspeed.slices.weights import PassGradients
+
+    found = PassGradients(reduction, HeldParameters(), by_slice=True)
+    found.begin()
+    bias: Any = reduction.module.other.bias
+    assert found.sums is not None
+    with found.weights_of([bias]).in_backward(2) as begin_slice:
+        begin_slice(0)
+        bias.grad = torch.ones(2)
+        found.sums.take([bias], [torch.ones(1)])
+        begin_slice(1)
+    assert bias.grad.tolist() == [0.0, 0.0]
+    assert [one is bias for one in reduction.reduced] == [True]
+    found.begin()
+    params, parts = found.sums.take([bias], [torch.ones(1)])
+    assert parts[0].item() == 1.0  # the sum of the pass before is gone
+    assert len(params) == 1
