@@ -23,7 +23,7 @@ class Attachment:
 
     def __init__(self, *, enabled: bool) -> None:
         section = SimpleNamespace(enabled=enabled, min_bytes=1024)
-        config = SimpleNamespace(activations=section)
+        config = SimpleNamespace(activations=section, micro_batches=None)
         self.runtime = SimpleNamespace(config=config, activations=activation_stream())
         self.status = None
 
