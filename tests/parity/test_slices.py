@@ -41,6 +41,7 @@ def close_cases() -> list[Case]:
     return [
         replace(PLAIN, world=2),  # the ranks' gradients
         replace(PLAIN, family="qwen2-tied"),  # the embedding's
+        replace(PLAIN, compiled="aot_eager"),  # each slice is a graph of its own
         replace(PLAIN, family="gpt2"),  # learned positions: those of all sequences
         replace(PLAIN, accumulation=2, slices=2),  # those of the first micro-step
         replace(PLAIN, family="mixtral", world=2, saved_bytes=0, limit_bytes=24 << 20),
@@ -48,7 +49,16 @@ def close_cases() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("case", quick(exact_cases(), 0, 1, 2), ids=case_name)
+def is_repeated(case: Case) -> bool:
+    """Of which others show each part."""
+    return (
+        case.dtype == "fp16"
+        or case.accessors != "none"
+        or case.family in ("gpt2", "qwen3_moe-untied")
+    )
+
+
+@pytest.mark.parametrize("case", quick(exact_cases(), 0, 1, 2, repeated=is_repeated), ids=case_name)
 def test_slices_give_the_bits_of_micro_steps(bench: Bench, case: Case) -> None:
     facts, oracle = bench.run(case, "memascend"), bench.run(case, "oracle")
     assert differences(facts, oracle) == []
@@ -58,7 +68,7 @@ def test_slices_give_the_bits_of_micro_steps(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", quick(close_cases(), 0, 1), ids=case_name)
+@pytest.mark.parametrize("case", quick(close_cases(), 0, 1, repeated=is_repeated), ids=case_name)
 def test_slices_are_as_close_to_micro_steps_as_these_to_others(bench: Bench, case: Case) -> None:
     facts, oracle = bench.run(case, "memascend"), bench.run(case, "oracle")
     for rank, expected in zip(facts, oracle, strict=True):
