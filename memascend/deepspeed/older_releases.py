@@ -98,11 +98,6 @@ def end_backward_graphs(stage3: Any) -> None:
         stage3._remaining_grad_acc_hooks = 0
 
 
-def expect_reduction(stage3: Any) -> None:
-    """Have DeepSpeed reduce at the end of the running graph, not of one inside it."""
-    stage3._backward_hook_state.queue_post_backward_callback()
-
-
 def clear_bucket(bucket: Any) -> None:
     """Drop the gradients that wait in a bucket, and keep its buffer; a method since 0.18.5."""
     if hasattr(bucket, "clear_params"):

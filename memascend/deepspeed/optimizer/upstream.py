@@ -429,10 +429,6 @@ class Upstream:
         """Return whether gradients wait in buckets to be reduced."""
         return any(bucket.params for bucket in self._stage3.ipg_buckets.values())
 
-    def expect_reduction(self) -> None:
-        """Have DeepSpeed reduce at the end of the running graph, not of one inside it."""
-        older_releases.expect_reduction(self._stage3)
-
     def reduce(self, param: Any) -> None:
         """Put a parameter's gradient into a bucket, as DeepSpeed's own hook does."""
         self._stage3.reduce_ready_partitions_and_remove_grads(param)

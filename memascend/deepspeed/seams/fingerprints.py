@@ -38,7 +38,6 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing.restore_offloaded_activations": "0.18.4 missing 0.19.6 743825170b888e0c",
     "deepspeed.runtime.base_optimizer.BackwardHookStateManager": "0.18.4 missing 0.18.5 a58965bf974af5fb 0.18.7 71ea3b29da5c40e0",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_active_depth": "0.18.4 bbbf9f2ea9b09bb2 0.18.5 2fbd66cf1ebbb077",
-    "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_hook_state": "0.18.4 missing 0.18.5 00b71814cc732249",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_seen_this_step": "0.18.4 missing 0.18.5 58e0a56afe98512f",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer._epilogue_ran_this_backward": "0.18.4 missing 0.18.5 99fff1f3b982cadf",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer._remaining_grad_acc_hooks": "0.18.4 aba9283fd5be38eb 0.18.5 a7f12c8a4d4c63c3",

@@ -354,7 +354,6 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_epilogue_ran_this_backward",
             "_backward_active_depth",
             "_remaining_grad_acc_hooks",
-            "_backward_hook_state",
         )
     ),
     ("deepspeed.runtime.base_optimizer", "BackwardHookStateManager"),

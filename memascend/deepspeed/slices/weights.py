@@ -25,9 +25,6 @@ class Reduction(Protocol):
     def module(self) -> torch.nn.Module:
         """The model."""
 
-    def expect_reduction(self) -> None:
-        """Have DeepSpeed reduce at the end of the running graph, not of one inside it."""
-
     def reduce(self, param: Any) -> None:
         """Put a parameter's gradient into a bucket."""
 
@@ -181,7 +178,6 @@ class CallWeights:
     def in_backward(self, count: int) -> Iterator[Callable[[int], None]]:
         """Likewise; behind the last slice their gradients are passed to DeepSpeed."""
         self._gradients.note_backward(self)
-        self._reduction.expect_reduction()
         own = [param for param in self._trained if not self._gradients.is_late(param)]
         sums = self._gradients.sums
         for param in self._trained if sums is None else ():
