@@ -1,8 +1,8 @@
 """Trains a Llama on more and more tokens; prints how much device memory each step held at most.
 
-Started by test_context.py with a file of JSON: DeepSpeed configurations, the shape of the model,
-tokens of a sequence, and numbers of sequences. Prints a line of JSON: for each configuration and
-each number the peak of the second step, in bytes.
+Started by test_context.py with a file of JSON: the shape of the model, tokens of a sequence, and
+runs, each a DeepSpeed configuration and numbers of sequences. Prints a line of JSON: for each run
+and each number the peak of the second step, in bytes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def main() -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False)
     _ = transformers.LlamaForCausalLM  # imported when first named, and not while zero.Init patches
     found = [
-        [peak_bytes(config, asked["shape"], asked["tokens"], count) for count in asked["sequences"]]
-        for config in asked["configs"]
+        [peak_bytes(config, asked["shape"], asked["tokens"], count) for count in sequences]
+        for config, sequences in asked["runs"]
     ]
     print(json.dumps(found), flush=True)
     os._exit(0)  # the threads of streams never end

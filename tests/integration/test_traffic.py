@@ -24,6 +24,16 @@ TRAININGS = [
     ("--recomputes", "--during-backward", "--limit", "165MiB"),
     ("--recomputes", "--during-backward", "--accumulation", "4", "--sum-dtype", "fp32"),
 ]
+#: Layers of three matrices compute a batch in so many slices; slots have room for two matrices.
+SLICES = (1, 4, 8, 16)
+
+
+def sliced(count: int) -> tuple[str, ...]:
+    layers = ("--recomputes", "--matrices", "3", "--sequences", "16")
+    return (*layers, "--slices", str(count))
+
+
+TRAININGS += [sliced(count) for count in SLICES]
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.timeout(TIMEOUT_S)]
 
@@ -42,3 +52,15 @@ def test_a_step_moves_what_is_planned(
     for direction in ("read", "written"):
         planned = sum(moved[options][direction]["planned"].values())
         assert moved[options][direction]["measured"] == pytest.approx(planned, rel=0.05)
+
+
+def test_a_step_in_slices_moves_and_gathers_what_a_whole_one_does(
+    moved: dict[tuple[str, ...], dict[str, Any]],
+) -> None:
+    for count in SLICES:
+        found = moved[sliced(count)]
+        for direction in ("read", "written"):
+            of_whole = moved[sliced(1)][direction]["measured"]
+            assert found[direction]["measured"] == pytest.approx(of_whole, rel=0.01), count
+        for phase in ("forward", "backward"):
+            assert set(found["gathers"][phase]) == {1.0}, (count, phase)

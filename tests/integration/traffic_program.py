@@ -9,29 +9,34 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from torch.utils.checkpoint import checkpoint
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from tests.support.process_group import leave
 
-LAYERS, WIDTH = 24, 1024
+MATRICES, WIDTH = 24, 1024
 #: The first step makes the states, and DeepSpeed learns the order of the modules.
 WARMUPS, STEPS = 2, 2
-#: Parameter slots have room for two layers; without it for eight, that are held where a pass turns.
+#: Parameter slots have room for two matrices; without it for eight, held where a pass turns.
 LIMIT = "56MiB"
 
 
 class Stack(torch.nn.Module):
-    """Layers of one square matrix each, recomputed in backward where that is asked for."""
+    """Layers of square matrices, recomputed in backward where that is asked for."""
 
-    def __init__(self, recomputes: bool) -> None:
+    def __init__(self, recomputes: bool, matrices: int) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)
+            torch.nn.Sequential(
+                *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(matrices))
+            )
+            for _ in range(MATRICES // matrices)
         )
         self.recomputes = recomputes
 
@@ -45,10 +50,39 @@ class Stack(torch.nn.Module):
         return (hidden - rows).float().square().mean()
 
 
+class Gathers:
+    """Counts how often each parameter is gathered, by phase of a step."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.counts: Counter[tuple[str, int]] = Counter()
+
+    def watch(self, kind: Any) -> None:
+        init = kind.__init__
+
+        def counted(handle: Any, params: Any, *arguments: Any) -> None:
+            init(handle, params, *arguments)
+            for param in params if isinstance(params, list) else [params]:
+                self.counts[self.phase, param.ds_id] += 1
+
+        kind.__init__ = counted
+
+    def take(self, steps: int) -> dict[str, list[float]]:
+        """Return how often a step has gathered each parameter, by phase, and begin anew."""
+        counts, self.counts = self.counts, Counter()
+        return {
+            phase: [count / steps for (one, _), count in counts.items() if one == phase]
+            for phase in ("forward", "backward")
+        }
+
+
+gathers = Gathers()
+
+
 def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
     on_drive = {"device": "nvme", "nvme_path": drive}
     return {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": options.sequences,
         "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": options.sum_dtype},
@@ -66,6 +100,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         "steps_per_print": 1_000_000,
         "memascend": {
             **({} if options.no_limit else {"host_memory_limit": options.limit}),
+            **({"micro_batches": {"count": options.slices}} if options.slices else {}),
             "streaming": {
                 "optimizer": {
                     "state_dtype": options.state_dtype,
@@ -76,10 +111,14 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def train(engine: Any, steps: int, accumulation: int) -> None:
-    for _ in range(steps * accumulation):
-        rows = torch.randn(2, WIDTH).to(torch.bfloat16)
-        engine.backward(engine(rows))
+def train(engine: Any, steps: int, options: argparse.Namespace) -> None:
+    for _ in range(steps * options.accumulation):
+        rows = torch.randn(options.sequences, 1, WIDTH).to(torch.bfloat16)
+        gathers.phase = "forward"
+        loss = engine(rows)
+        gathers.phase = "backward"
+        engine.backward(loss)
+        gathers.phase = ""
         engine.step()
     engine.optimizer.finish_walk()
 
@@ -88,6 +127,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recomputes", action="store_true")
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--matrices", type=int, default=1, help="of a layer")
+    parser.add_argument("--sequences", type=int, default=2, help="of a micro-step")
+    parser.add_argument("--slices", type=int, help="of a micro-step, in which layers compute it")
     parser.add_argument("--sum-dtype", default="bf16")
     parser.add_argument("--reuse-distance", type=int, default=0)
     parser.add_argument("--state-dtype", default="fp32")
@@ -102,12 +144,13 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=".") as drive:
         settings = config(drive, options)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
-            model = Stack(options.recomputes)
+            model = Stack(options.recomputes, options.matrices)
         engine = deepspeed.initialize(model=model, config=settings)[0]
-        train(engine, WARMUPS, options.accumulation)
+        train(engine, WARMUPS, options)
         store, plan = engine.memascend.runtime.store, engine.memascend.runtime.plan
         before = store.stats()
-        train(engine, STEPS, options.accumulation)
+        gathers.take(STEPS)
+        train(engine, STEPS, options)
         after = store.stats()
         found = {
             name: {
@@ -119,6 +162,7 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 ("written", "bytes_written", plan.written_bytes),
             )
         }
+        found["gathers"] = gathers.take(STEPS)
         engine.destroy()
     return found
 
@@ -126,6 +170,8 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
+    gathers.watch(partition_parameters.NoGatherHandle)
+    gathers.watch(partition_parameters.NoGatherCoalescedHandle)
     trainings = json.loads(sys.argv[1])
     found = [moved(parser().parse_args(options)) for options in trainings]
     print(json.dumps(found))
