@@ -91,9 +91,11 @@ OURS_ON_DEVICE = Way(
 WAYS = (STOCK_ALL, STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS, OURS_ALL)
 
 
-#: Beside its input, which is the checkpoint, a layer in slices holds three tensors of the whole
-#: batch: its output, and the gradients of both. The last norm, head and loss hold as many.
-WHOLE_TENSORS = 3
+#: Tensors of the whole batch that a layer in slices has in backward beside its input, which is the
+#: checkpoint: the gradients of input and output.
+LAYER_TENSORS = 2
+#: Those behind the layers: the inputs of the last norm and of the head, and a gradient.
+BEHIND_TENSORS = 3
 #: Saved for the whole batch beside a checkpoint for each layer: inputs of the last norm and head.
 TAIL_TENSORS = 2
 
@@ -220,7 +222,7 @@ class Training:
         largest = tokens * (layer.hidden if way.has_checkpoints else layer.largest)
         if way.place == "host":
             return {FLIGHT: min(IN_FLIGHT_COUNT * largest, in_layers)}, 0
-        if way.place == "device" or largest < self.activations.min_bytes:
+        if not self._is_stored(way, largest):
             return {CHECKPOINTS if way.has_checkpoints else SAVED: in_layers}, 0
         kept = min(self.activations.device_bytes, in_layers)
         behind = TAIL_TENSORS * layer.hidden
@@ -232,6 +234,10 @@ class Training:
         drive_bytes = max(0, in_layers + tokens * behind - self.activations.device_bytes)
         on_device = {KEPT: kept} if kept else {}
         return {**on_device, FLIGHT: min(IN_FLIGHT_COUNT * largest, in_layers - kept)}, drive_bytes
+
+    def _is_stored(self, way: Way, nbytes: int) -> bool:
+        """Return whether saved activations of so many bytes go to the drive."""
+        return way.place == "drive" and nbytes >= self.activations.min_bytes
 
     # -- parameters and gradients ------------------------------------------------------------------
 
@@ -303,7 +309,9 @@ class Training:
             return found
         # Until the last slice is done the layer has its sums; a slice's gradients are added to them
         # one by one.
-        whole = tokens * WHOLE_TENSORS * layer.hidden
+        # The input of the layer that is computed again is back from the drive.
+        counts = {LOSS: BEHIND_TENSORS, HEAD: BEHIND_TENSORS, LAYER: LAYER_TENSORS}
+        counts[LAYER] += self._is_stored(way, tokens * layer.hidden)
         sum_itemsize = self.ours.request.gradient_itemsize
         outside = [tensor.numel for tensor in learning if not _is_in_layer(tensor)]
         in_layer = max(
@@ -311,7 +319,8 @@ class Training:
         )
         sums = {LOSS: max(outside, default=0), HEAD: largest, LAYER: in_layer}
         return {
-            moment: nbytes + whole + sums[moment] * sum_itemsize for moment, nbytes in found.items()
+            moment: nbytes + tokens * counts[moment] * layer.hidden + sums[moment] * sum_itemsize
+            for moment, nbytes in found.items()
         }
 
     def _head_tokens(self, tokens: int, slice_tokens: int) -> int:

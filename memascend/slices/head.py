@@ -120,16 +120,19 @@ class SlicedHead:
         if item_count is None:
             item_count = (counted != _IGNORED_LABEL).sum()
         loss_of = _Loss(loss_function, item_count)
+        # The output itself would keep hidden states until the graph is gone.
+        base_type = type(base_output)
         output_type: list[type] = []
 
         def tail(hidden: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
-            made = type(base_output)(last_hidden_state=hidden)
+            made = base_type(last_hidden_state=hidden)
             with self._base_as(lambda *_, **__: made), self._loss_as(loss_of):
                 output = self._original(**keywords)
-            if loss_of.value is None or output.loss is not loss_of.value:
+            loss = loss_of.take()
+            if loss is None or output.loss is not loss:
                 raise CannotCut("its loss is more than that of its loss function")
             output_type[:] = [type(output)]
-            return output.loss.reshape(1)
+            return loss.reshape(1)
 
         keywords = {
             name: one for name, one in given.items() if one is not None and name not in _OF_BASE
@@ -244,12 +247,17 @@ class _Loss:
 
     def __init__(self, function: Callable[..., torch.Tensor], item_count: Any) -> None:
         self._function, self._item_count = function, item_count
-        self.value: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         keywords["num_items_in_batch"] = self._item_count
-        self.value = self._function(*arguments, **keywords)
-        return self.value
+        self._value = self._function(*arguments, **keywords)
+        return self._value
+
+    def take(self) -> torch.Tensor | None:
+        """Return the last value, whose graph keeps the hidden states of the whole batch."""
+        value, self._value = self._value, None
+        return value
 
 
 def _loss_as_nothing() -> None:

@@ -33,7 +33,8 @@ def sliced(count: int) -> tuple[str, ...]:
     return (*layers, "--slices", str(count))
 
 
-TRAININGS += [sliced(count) for count in SLICES]
+UNHURRIED = (*sliced(8), "--prefetch", "0")
+TRAININGS += [*(sliced(count) for count in SLICES), UNHURRIED]
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.timeout(TIMEOUT_S)]
 
@@ -64,3 +65,9 @@ def test_a_step_in_slices_moves_and_gathers_what_a_whole_one_does(
             assert found[direction]["measured"] == pytest.approx(of_whole, rel=0.01), count
         for phase in ("forward", "backward"):
             assert set(found["gathers"][phase]) == {1.0}, (count, phase)
+
+
+def test_one_layer_is_gathered_at_once_where_nothing_is_prefetched(
+    moved: dict[tuple[str, ...], dict[str, Any]],
+) -> None:
+    assert moved[UNHURRIED]["at_once"] == 3

@@ -51,11 +51,13 @@ class Stack(torch.nn.Module):
 
 
 class Gathers:
-    """Counts how often each parameter is gathered, by phase of a step."""
+    """Counts how often each parameter is gathered, by phase of a step, and how many are at once."""
 
     def __init__(self) -> None:
         self.phase = ""
         self.counts: Counter[tuple[str, int]] = Counter()
+        self.model: Any = None
+        self.most = 0
 
     def watch(self, kind: Any) -> None:
         init = kind.__init__
@@ -64,6 +66,9 @@ class Gathers:
             init(handle, params, *arguments)
             for param in params if isinstance(params, list) else [params]:
                 self.counts[self.phase, param.ds_id] += 1
+            absent = partition_parameters.ZeroParamStatus.NOT_AVAILABLE
+            statuses = [param.ds_status for param in self.model.parameters()]
+            self.most = max(self.most, len(statuses) - statuses.count(absent))
 
         kind.__init__ = counted
 
@@ -93,7 +98,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
             "offload_param": on_drive,
             "offload_optimizer": on_drive,
             "sub_group_size": 8_000_000,
-            "stage3_prefetch_bucket_size": 1 << 20,
+            "stage3_prefetch_bucket_size": options.prefetch,
             "stage3_max_reuse_distance": options.reuse_distance,
             "stage3_param_persistence_threshold": 0,
         },
@@ -132,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slices", type=int, help="of a micro-step, in which layers compute it")
     parser.add_argument("--sum-dtype", default="bf16")
     parser.add_argument("--reuse-distance", type=int, default=0)
+    parser.add_argument("--prefetch", type=int, default=WIDTH * WIDTH, help="elements")
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
     parser.add_argument("--no-limit", action="store_true")
@@ -145,6 +151,7 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         settings = config(drive, options)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
             model = Stack(options.recomputes, options.matrices)
+        gathers.model = model
         engine = deepspeed.initialize(model=model, config=settings)[0]
         train(engine, WARMUPS, options)
         store, plan = engine.memascend.runtime.store, engine.memascend.runtime.plan
@@ -163,6 +170,7 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             )
         }
         found["gathers"] = gathers.take(STEPS)
+        found["at_once"], gathers.most = gathers.most, 0
         engine.destroy()
     return found
 

@@ -250,9 +250,10 @@ def test_slices_have_their_logits_and_layers_beside_tensors_of_the_whole_batch()
     alone = training().plan(OURS_ON_DEVICE, TOKENS // 8)
     assert sliced.device[CHECKPOINTS] == whole.device[CHECKPOINTS] == 32 * HIDDEN_BYTES
     layer_numel = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * DOWN_NUMEL + 2 * 4096
-    added = {LOSS: HEAD_NUMEL, HEAD: HEAD_NUMEL, LAYER: layer_numel}
-    for moment, numel in added.items():
-        assert sliced.moments[moment] - alone.moments[moment] == 3 * HIDDEN_BYTES + 2 * numel
+    added = {LOSS: (3, HEAD_NUMEL), HEAD: (3, HEAD_NUMEL), LAYER: (2, layer_numel)}
+    for moment, (tensors, numel) in added.items():
+        of_batch = sliced.moments[moment] - alone.moments[moment]
+        assert of_batch == tensors * HIDDEN_BYTES + 2 * numel, moment
     assert whole == training().plan(OURS_ON_DEVICE, TOKENS)
 
 
@@ -296,6 +297,8 @@ def test_slices_save_inputs_alone_on_the_drive() -> None:
         plan = training(has_fused_loss=is_fused).plan(OURS_CHECKPOINTS, TOKENS, slice_tokens=4096)
         assert plan.drive_bytes == (32 + 2) * HIDDEN_BYTES
         assert plan.device[FLIGHT] == 2 * HIDDEN_BYTES
+        kept = training(has_fused_loss=is_fused).plan(OURS_ON_DEVICE, TOKENS, slice_tokens=4096)
+        assert plan.moments[LAYER] - kept.moments[LAYER] == HIDDEN_BYTES  # the input that is back
 
 
 @pytest.mark.parametrize("way", [STOCK_CHECKPOINTS, OURS_ALL], ids=lambda way: way.title)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memascend.errors import ConfigError
-from memascend.plan.context import WHOLE_TENSORS
+from memascend.plan.context import LAYER_TENSORS
 from memascend.plan.layers import FP32_BYTES, LOGITS_BYTES, Widths, layer_bytes
 
 TOKENS = 120  # no tensor of a layer is then as large as a weight
@@ -124,7 +124,7 @@ class Ungathered:
 def test_a_layer_in_slices_takes_those_of_one_beside_tensors_of_the_whole_batch(
     numbers: dict[str, Any], count: int
 ) -> None:
-    """They are its input, which is the checkpoint, its output, and the gradients of both."""
+    """They are its input, which is the checkpoint, and the gradients of input and output."""
     model = built("llama", numbers, "bfloat16")
     layer, _, keywords = layer_of(model, "bfloat16")
     import torch
@@ -138,12 +138,12 @@ def test_a_layer_in_slices_takes_those_of_one_beside_tensors_of_the_whole_batch(
     slicer = Slicer(Ungathered)
     with LiveBytes(weights=layer.parameters()) as live, slicer.slicing(Batch(sequences, count)):
         leaves = Leaves.of((hidden.requires_grad_() * 1,), keywords)
-        output = slicer.run_module(layer, layer, leaves, pytest.fail)
-        gradient = torch.ones_like(output)
+        loss = (slicer.run_module(layer, layer, leaves, pytest.fail) * 1).sum()
+        del leaves
         live.peak = 0
-        output.backward(gradient)
+        loss.backward()
     bytes_of = layer_bytes(widths("llama", numbers), 2)
-    planned = bytes_of.backward / count + (1 + WHOLE_TENSORS) * bytes_of.hidden
+    planned = bytes_of.backward / count + (1 + LAYER_TENSORS) * bytes_of.hidden
     assert live.peak / TOKENS / sequences == pytest.approx(planned, rel=0.05)
 
 
