@@ -27,20 +27,20 @@ class HeldParameters:
         """Hold none."""
         self._held: frozenset[int] = frozenset()  # ids of parameters
         self._asked: list[tuple[Release, Any, tuple[Any, ...]]] = []
-        self._fetched: set[Any] = set()  # ds_ids of modules that ran in the first slice
+        self._kept: set[Any] = set()  # ds_ids of modules that ran in the first slice and stay
         self._number = 0
 
     @contextmanager
     def holding(self, params: list[Any]) -> Iterator[Callable[[int], None]]:
         """Within the context parameters stay gathered; the value notes the number of a slice."""
-        outer = self._held, self._asked, self._fetched, self._number
+        outer = self._held, self._asked, self._kept, self._number
         self._held, self._asked = frozenset(map(id, params)), []
-        self._fetched, self._number = set(), 0
+        self._kept, self._number = set(), 0
         try:
             yield functools.partial(setattr, self, "_number")
         finally:
             asked = self._asked
-            self._held, self._asked, self._fetched, self._number = outer
+            self._held, self._asked, self._kept, self._number = outer
             for release, coordinator, arguments in asked:
                 release(coordinator, *arguments)
 
@@ -55,13 +55,14 @@ class HeldParameters:
         """Return whether DeepSpeed has fetched a module in the first slice, and keeps it."""
         if not self._held:
             return False
-        if self._number == 0:
-            self._fetched.add(module.ds_id)
-            return False
-        return module.ds_id in self._fetched and all(
+        if self._number > 0:
+            return module.ds_id in self._kept
+        if all(
             id(param) in self._held
             for param in parameter_offload.iter_params(module, recurse=z3_leaf_module(module))
-        )
+        ):
+            self._kept.add(module.ds_id)
+        return False
 
 
 #: DeepSpeed's hooks have no object of ours at hand.
