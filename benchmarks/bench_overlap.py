@@ -17,6 +17,9 @@ norm: `training_to_least` is the time of memascend's steps by the least that the
 Where steps begin during backward some tiles are left to the next forward pass. Ratios are taken
 within a round.
 
+With --one-pass a step has eight micro-steps of the stated compute: stock accumulates their
+gradients, and so does memascend, which is there a second time with one pass of eight slices.
+
 With --beside memascend trains a second model in the same rounds. Its layers are of another size and
 have the same bytes and compute in all: the time of a step should not depend on the size of a layer.
 """
@@ -32,17 +35,21 @@ from typing import Any
 
 import harness
 from bench_step import (
+    ACCUMULATED,
     CONTENDERS,
+    ONE_PASSES,
     OURS,
     PIPELINED,
     STOCK,
     WARMUPS,
     Contender,
+    loss_difference,
+    moved_bytes,
     table_rows,
-    training_config,
+    trainee_of,
 )
 from drive_rate import drive_rate
-from trainee import Sleeping, Trainee, side_by_side
+from trainee import TOKENS, Sleeping, Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
 
 from memascend.base.sizes import LEFT_ONE_OF
@@ -74,6 +81,8 @@ OURS_EARLY = f"{OURS} during backward"
 EARLY = {OURS_EARLY: Contender({}, block={"streaming": {"optimizer": {"during_backward": True}}})}
 #: Steps of a turn.
 IN_A_ROW = 4
+#: With --one-pass.
+MICRO_STEPS = 8
 #: Times of the drive alone that say how long layers compute; the middle one counts.
 DRIVE_ROUNDS = 3
 
@@ -86,6 +95,8 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     compare, computes = beside_stock, COMPUTE[size]
     if options.beside is not None:
         compare, computes = beside_another, (1.0,)
+    elif options.one_pass:
+        compare = in_one_pass
     with Transfers(idle.numel, options.directory) as transfers:
         drive_s = median_of([time_drive(transfers) for _ in range(DRIVE_ROUNDS)])
         for name, model in models(idle, drive_s, options.layer_ms, computes).items():
@@ -142,8 +153,46 @@ def beside_another(
         yield name, found, {"accelerator": accelerator, "clipping": clipping}
 
 
+def in_one_pass(
+    model: Sleeping, clipping: float, transfers: Transfers, options: argparse.Namespace
+) -> Iterator[Found]:
+    """Trains one model with accumulation and in one pass, on equal tokens."""
+    accelerator, rounds = accelerator_and_rounds(options)
+    runs = [
+        trainee_of(
+            name,
+            contender,
+            model,
+            options.directory,
+            tokens=TOKENS,
+            micro_steps={"gradient_accumulation_steps": MICRO_STEPS},
+            clipping=clipping,
+            accelerator=accelerator,
+            checkpoints=True,
+        )
+        for name, contender in ONE_PASSES.items()
+    ]
+    steps, drives = take_steps(runs, rounds, transfers)
+    # Checkpointing computes forward twice.
+    compute_s = MICRO_STEPS * sum(model.compute_s(phase) for phase in ("forward", *PHASES[:2]))
+    config = {"model": model.shape, "accelerator": accelerator, "clipping": clipping}
+    config |= {"micro_steps": MICRO_STEPS, "drive_s": median_of(drives)}
+    for name, taken in steps.items():
+        found = figures(taken, steps[STOCK], [dict.fromkeys((*PHASES, "training"), 0.0)] * rounds)
+        walls = [
+            [step["training"]["wall_s"] for step in one] for one in (taken, steps[ACCUMULATED])
+        ]
+        found["training_to_accumulation"] = _ratios(*walls)
+        found["training_to_compute"] = _ratios(walls[0], [compute_s] * rounds) if compute_s else 0.0
+        nbytes = [moved_bytes(step["training"]) for step in taken]
+        found["training_bytes_per_parameter"] = harness.spread(nbytes).p50 / model.numel
+        found["training_loss_difference"] = loss_difference(taken, steps[STOCK])
+        yield name, found, config
+
+
 def accelerator_and_rounds(options: argparse.Namespace) -> tuple[str, int]:
-    return "sim" if options.emulated else "cpu", ROUNDS["small" if options.small else "large"]
+    rounds = options.rounds or ROUNDS["small" if options.small else "large"]
+    return "sim" if options.emulated else "cpu", rounds
 
 
 def beside(model: Sleeping, layers: int, width: int) -> Sleeping:
@@ -244,15 +293,18 @@ def contenders_of(
     model: Sleeping, clipping: float, directory: Path, accelerator: str = "cpu"
 ) -> list[Trainee]:
     """The contenders, none of which has started."""
-    runs = []
-    for name, contender in (CONTENDERS if clipping else CONTENDERS | EARLY).items():
-        config = training_config(model, contender.optimizer, directory)
-        config["gradient_clipping"] = clipping
-        run = Trainee(
-            name, config, model, directory, block=contender.block, accelerator=accelerator
+    return [
+        trainee_of(
+            name,
+            contender,
+            model,
+            directory,
+            tokens=TOKENS,
+            clipping=clipping,
+            accelerator=accelerator,
         )
-        runs.append(run)
-    return runs
+        for name, contender in (CONTENDERS if clipping else CONTENDERS | EARLY).items()
+    ]
 
 
 def take_steps(
@@ -326,6 +378,10 @@ def arguments() -> argparse.Namespace:
         metavar=("LAYERS", "WIDTH"),
         help="of a second model with as many parameters and equal compute; without stock",
     )
+    parser.add_argument(
+        "--one-pass", action="store_true", help="slices in the place of micro-steps, beside these"
+    )
+    parser.add_argument("--rounds", type=int, help="that count")
     parser.add_argument(
         "--clipping", type=float, nargs="+", metavar="NORM", help="0: none (default: 1 and 0)"
     )

@@ -12,6 +12,11 @@ With --accumulation a step has micro-steps, whose gradients are added up in --su
 the sums in host memory; so memascend is there twice more: with the heap left alone, as stock has
 it, and then with a limit that follows the model, for memory as stock has it.
 
+With --one-pass besides memascend is there with as many slices as micro-steps, too: one micro-step
+of all the tokens. All runs then checkpoint layers, by DeepSpeed's function, and embeddings are not
+tied, so that losses can be equal. `loss_difference` is how far the mean losses of a run's steps are
+from stock's, as a fraction.
+
 With --vary the runs are memascend's own and differ in one key; ratios are to the first:
 
     heap   freed memory goes back to the system: what it saves at the peak, what page faults cost
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,11 +64,13 @@ class Contender:
         optimizer: Keys of offload_optimizer.
         block: The memascend block, or None for stock.
         limit_bytes: `host_memory_limit` of that block for each parameter; 0: none is stated.
+        is_one_pass: Whether a step is one micro-step of as many slices as others have micro-steps.
     """
 
     optimizer: Mapping[str, Any]
     block: Mapping[str, Any] | None = None
     limit_bytes: int = 0
+    is_one_pass: bool = False
 
     def block_for(self, model: Model | Sleeping) -> Mapping[str, Any] | None:
         """The block with a limit for this model."""
@@ -90,6 +97,14 @@ ACCUMULATING = {
     f"{OURS}, {LIMIT_BYTES} bytes a parameter": Contender(
         {}, block={"heap": {"enabled": False}}, limit_bytes=LIMIT_BYTES
     ),
+}
+#: With --one-pass, all of ours with the heap left alone, as stock has it.
+_HEAP = {"heap": {"enabled": False}}
+ACCUMULATED, ONE_PASS = f"{OURS}, accumulation", f"{OURS}, one pass"
+ONE_PASSES = {
+    STOCK: CONTENDERS[STOCK],
+    ACCUMULATED: Contender({}, block=_HEAP),
+    ONE_PASS: Contender({}, block=_HEAP, is_one_pass=True),
 }
 #: With --vary: contenders by name.
 VARIATIONS = {
@@ -137,6 +152,52 @@ def training_config(
     return config | dict(micro_steps)
 
 
+def trainee_of(
+    name: str,
+    contender: Contender,
+    model: Model | Sleeping,
+    directory: Path,
+    *,
+    tokens: int = TOKENS,
+    micro_steps: Mapping[str, Any] = MappingProxyType({}),
+    clipping: float = 1.0,
+    accelerator: str = "cpu",
+    checkpoints: bool = False,
+) -> Trainee:
+    """Return the run of a contender, which has not started."""
+    config = training_config(model, contender.optimizer, directory, micro_steps)
+    config["gradient_clipping"] = clipping
+    options = ["--checkpointing", "deepspeed"] if checkpoints else []
+    block = contender.block_for(model)
+    if contender.is_one_pass:
+        count = config.get("gradient_accumulation_steps", 1)
+        config |= {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": count}
+        block = {**(block or {}), "micro_batches": {"count": count}}
+        options += ["--sequences", str(count)]
+    return Trainee(
+        name,
+        config,
+        model,
+        directory,
+        block=block,
+        tokens=tokens,
+        options=options,
+        accelerator=accelerator,
+    )
+
+
+def losses_of(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the mean loss of each step's micro-steps."""
+    losses = [[float(loss) for loss in step["loss"].split(",")] for step in steps]
+    return [sum(one) / len(one) for one in losses]
+
+
+def loss_difference(ours: Sequence[Mapping[str, Any]], stock: Sequence[Mapping[str, Any]]) -> float:
+    """Return the largest difference of the losses of steps, as a fraction."""
+    pairs = zip(losses_of(ours), losses_of(stock), strict=True)
+    return max(abs(our / their - 1) for our, their in pairs)
+
+
 def run(
     cases: Mapping[int, int],
     directory: Path,
@@ -167,6 +228,7 @@ def run(
         }
         for name, taken in steps.items():
             config: dict[str, Any] = {"rounds": rounds}
+            found = figures(taken, steps[base], model)
             if name == DRIVE:
                 config |= {"element_bytes": ELEMENT_BYTES}
             else:
@@ -176,9 +238,8 @@ def run(
                     "accelerator": accelerator,
                     "losses_equal": len(losses) == 1,
                 }
-            yield harness.Row(
-                "step", case, name, figures(taken, steps[base], model), config, circumstances
-            )
+                found["training_loss_difference"] = loss_difference(taken, steps[base])
+            yield harness.Row("step", case, name, found, config, circumstances)
 
 
 def take_steps(
@@ -193,15 +254,17 @@ def take_steps(
 ) -> dict[str, list[dict[str, Any]]]:
     """The figures of each contender's steps but the first ones; they start in rotating order."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*contenders, DRIVE)}
+    checkpoints = any(contender.is_one_pass for contender in contenders.values())
     runs = [
-        Trainee(
+        trainee_of(
             name,
-            training_config(model, contender.optimizer, directory, micro_steps),
+            contender,
             model,
             directory,
-            block=contender.block_for(model),
             tokens=tokens,
+            micro_steps=micro_steps,
             accelerator=accelerator,
+            checkpoints=checkpoints,
         )
         for name, contender in contenders.items()
     ]
@@ -282,15 +345,26 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
     ]
 
 
+def untied(numel: int) -> Model:
+    """Return the model of about so many parameters, whose head is a matrix of its own."""
+    return replace(model_of(numel), is_tied=False)
+
+
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
     name, question, cases = "step", QUESTION, CASES
     contenders = CONTENDERS if options.accumulation == 1 else ACCUMULATING
+    if options.one_pass:
+        contenders = ONE_PASSES
     if options.vary is not None:
         name, question = options.vary, f"Step: time and memory by {options.vary}"
         cases = LIMITED_CASES if name == "limit" else VARIED_CASES
         contenders = VARIATIONS[name]
-    sizes, build = cases["small" if options.small else "large"], model_of
+    build: Callable[[int], Model | Sleeping]
+    sizes, build = (
+        cases["small" if options.small else "large"],
+        untied if options.one_pass else model_of,
+    )
     if options.size is not None:
         square = Sleeping(*options.size)
         sizes, build = {square.numel: SQUARE_ROUNDS}, lambda numel: square
@@ -327,6 +401,9 @@ def arguments() -> argparse.ArgumentParser:
         help="of square matrices that compute nothing, instead of Llamas",
     )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step")
+    parser.add_argument(
+        "--one-pass", action="store_true", help="slices in the place of micro-steps, beside these"
+    )
     parser.add_argument("--sum-dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument(
         "--emulated", action="store_true", help="train on the emulated device of the tests"

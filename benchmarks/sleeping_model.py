@@ -44,7 +44,7 @@ class _Sleep(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden, weight = context.saved_tensors
         compute(gradient.device, context.seconds)
-        one = 1e-3 * (gradient[:, 0] * hidden[:, -1]).sum()
+        one = 1e-3 * (gradient[..., 0] * hidden[..., -1]).sum()
         return gradient, one.to(weight.dtype).expand_as(weight), None
 
 
@@ -52,12 +52,12 @@ class _Embed(torch.autograd.Function):
     """Spreads one number over the hidden state; keeps nothing."""
 
     @staticmethod
-    def forward(context: Any, one: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    def forward(context: Any, one: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(size, dtype=one.dtype, device=one.device).copy_(one)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient[0, 0].clone(), None
+        return gradient.flatten()[0].clone(), None
 
 
 class _FirstColumn(torch.autograd.Function):
@@ -66,12 +66,12 @@ class _FirstColumn(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:
         context.size = hidden.size()
-        return hidden[:, 0].clone()
+        return hidden[..., 0].clone()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         whole = torch.empty(context.size, dtype=gradient.dtype, device=gradient.device).zero_()
-        whole[:, 0].copy_(gradient)
+        whole[..., 0].copy_(gradient)
         return whole
 
 
@@ -129,7 +129,7 @@ class SleepingModel(PreTrainedModel):  # type: ignore[misc]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Return an object with a `loss`; what it is given only sets the size of the input."""
-        size = (input_ids.numel(), self._hidden)
+        size = (*input_ids.shape, self._hidden)
         one = torch.full((), START, dtype=torch.bfloat16, device=input_ids.device)
         hidden = _Embed.apply(one.requires_grad_(True), size)
         for layer in self.layers:

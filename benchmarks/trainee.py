@@ -52,10 +52,11 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A Llama of one width: its depth and its vocabulary give its size. Embeddings are tied."""
+    """A Llama of one width: its depth and its vocabulary give its size."""
 
     layers: int
     vocabulary: int = VOCABULARY
+    is_tied: bool = True  # whether the embedding is the head's matrix, too
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Model:
             "num_hidden_layers": self.layers,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KEY_VALUE_HEADS,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.is_tied,
         }
 
     @property
@@ -79,7 +80,8 @@ class Model:
     @property
     def numel(self) -> int:
         """Parameters of all."""
-        return self.vocabulary * HIDDEN + self.layers * self.layer_numel + HIDDEN
+        words = self.vocabulary * HIDDEN * (1 if self.is_tied else 2)
+        return words + self.layers * self.layer_numel + HIDDEN
 
     @property
     def largest_numel(self) -> int:

@@ -139,3 +139,15 @@ def test_it_runs_and_all_train_the_same(emulated: bool, tmp_path: Path) -> None:
         parts = sum(seconds[f"{phase}_s"] for phase in bench_overlap.PHASES)
         assert parts <= seconds["training_s"] * (1 + 1e-9)
         assert row["figures"]["forward_to_bound"]["p50"] > 0
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+def test_it_runs_with_one_pass(tmp_path: Path) -> None:
+    """All train the same, and one pass is there beside accumulation."""
+    rows = rows_of("overlap", tmp_path, "--one-pass", "--clipping", "1", "--layer-ms", "1", "1")
+    assert [row["contender"] for row in rows] == [*bench_overlap.ONE_PASSES]
+    assert all(row["figures"]["training_loss_difference"] < 1e-6 for row in rows)
+    _, accumulated, one_pass = (row["figures"]["training_bytes_per_parameter"] for row in rows)
+    assert one_pass < 0.75 * accumulated
+    assert rows[2]["figures"]["training_to_accumulation"]["p50"] > 0

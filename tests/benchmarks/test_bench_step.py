@@ -95,6 +95,38 @@ def test_square_matrices_take_the_place_of_the_models(
     assert shapes[0]["forward_s"] == shapes[0]["backward_s"] == 0
 
 
+def test_one_pass_has_as_many_slices_as_others_have_micro_steps(tmp_path: Path) -> None:
+    runs = {
+        name: bench_step.trainee_of(
+            name,
+            contender,
+            trainee.Model(1),
+            tmp_path,
+            micro_steps={"gradient_accumulation_steps": 8},
+            checkpoints=True,
+        )
+        for name, contender in bench_step.ONE_PASSES.items()
+    }
+    assert {tuple(run.options[:2]) for run in runs.values()} == {("--checkpointing", "deepspeed")}
+    one_pass = runs.pop(bench_step.ONE_PASS)
+    assert all(run.config["gradient_accumulation_steps"] == 8 for run in runs.values())
+    assert one_pass.config["gradient_accumulation_steps"] == 1
+    assert one_pass.config["train_micro_batch_size_per_gpu"] == 8
+    assert list(one_pass.options[2:]) == ["--sequences", "8"]
+    assert parse_block(one_pass.block or {}).micro_batches.slices_of(8) == 8
+
+
+def test_losses_of_steps_are_compared_by_their_means() -> None:
+    stock = [{"loss": "2.0,4.0"}, {"loss": "1.0,1.0"}]
+    assert bench_step.loss_difference([{"loss": "3.0"}, {"loss": "1.5"}], stock) == 0.5
+
+
+def test_a_model_that_is_not_tied_has_its_head_besides() -> None:
+    tied, free = trainee.Model(2), bench_step.untied(trainee.Model(2).numel)
+    assert free.numel - tied.numel == trainee.VOCABULARY * trainee.HIDDEN
+    assert (tied.shape["tie_word_embeddings"], free.shape["tie_word_embeddings"]) == (True, False)
+
+
 def test_a_limit_follows_the_model() -> None:
     *others, limited = bench_step.ACCUMULATING.values()
     for model in (trainee.Model(1), trainee.Model(2)):
@@ -182,3 +214,14 @@ def test_memascend_moves_less_and_trains_the_same(tmp_path: Path) -> None:
     ours = steps[-1]["figures"]
     assert ours["training_bytes_ratio"] < 1
     assert ours["training_wall_ratio"]["p50"] > 0
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+def test_one_pass_moves_less_than_accumulation_and_trains_the_same(tmp_path: Path) -> None:
+    options = ["--accumulation", "4", "--sum-dtype", "fp32", "--tokens", "2", "--one-pass"]
+    *steps, _ = rows_of("step", tmp_path, *options)
+    assert [row["contender"] for row in steps] == list(bench_step.ONE_PASSES)
+    assert all(row["figures"]["training_loss_difference"] < 1e-6 for row in steps)
+    _, accumulated, one_pass = (row["figures"]["training_bytes_per_parameter"] for row in steps)
+    assert one_pass < 0.75 * accumulated
