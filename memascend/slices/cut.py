@@ -20,6 +20,8 @@ SEQUENCE_NAMES = frozenset({"cache_position"})
 BATCH_NAMES = frozenset(
     {"attention_mask", "input_ids", "labels", "position_ids", "shift_labels", "token_type_ids"}
 )
+#: Offsets of documents in packed rows, as flash attention gets them.
+OFFSETS_PREFIX = "cu_seq"
 #: Positions in several dimensions (time, height, width, text) come before the batch.
 POSITION_DIMENSION_COUNTS = (3, 4)
 #: Values of which every slice gets the same.
@@ -80,6 +82,7 @@ class BatchCut:
     """Sequences of a batch, `rows[number]` for each slice."""
 
     batch: int
+    sequence: int
     rows: tuple[tuple[int, int], ...]
     dimensions: tuple[int | None, ...]  # of each leaf; None: shared
 
@@ -109,25 +112,37 @@ class BatchCut:
     def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a whole output, from that of a slice; it may have tokens first.
 
+        An output of one dimension may be a number for each sequence, or numbers of the slice.
+
         Raises:
             CannotCut: The output does not have the batch first.
         """
         begin, end = self.rows[number]
-        if output.dim() == 0 or output.shape[0] % (end - begin):
+        per_row, rest = divmod(output.shape[0], end - begin) if output.dim() > 1 else (0, 0)
+        if rest or per_row not in (1, self.sequence):
             raise CannotCut(
                 f"an output of shape {tuple(output.shape)} has no dimension of {end - begin} "
                 "sequences"
             )
-        return (output.shape[0] // (end - begin) * self.batch, *output.shape[1:])
+        return (per_row * self.batch, *output.shape[1:])
 
 
-def cut_batch(leaves: Leaves, batch: int, count: int) -> BatchCut:
+def cut_batch(
+    leaves: Leaves,
+    batch: int,
+    count: int,
+    *,
+    head_counts: frozenset[int] = frozenset(),
+    is_batch_first: bool = True,
+) -> BatchCut:
     """Cut a call along its batch.
 
     Args:
         leaves: The arguments. The first tensor is (batch, sequence, ...).
         batch: Sequences of the batch.
         count: The wanted number of slices; fewer if there are fewer sequences.
+        head_counts: Numbers of attention heads of the layer that is called.
+        is_batch_first: Whether it is known that the batch comes before the sequence.
 
     Raises:
         CannotCut: The shapes do not tell where the batch is.
@@ -143,6 +158,8 @@ def cut_batch(leaves: Leaves, batch: int, count: int) -> BatchCut:
             f"its first tensor has the shape {tuple(first.shape)}, and the batch {batch} sequences"
         )
     sequence = first.shape[1]
+    if not is_batch_first and batch == sequence > 1:
+        raise CannotCut(f"its first tensor of shape {tuple(first.shape)} may have the batch second")
     dimensions: list[int | None] = []
     seen_first = False
     for path, value in zip(leaves.paths, leaves.values, strict=True):
@@ -151,7 +168,9 @@ def cut_batch(leaves: Leaves, batch: int, count: int) -> BatchCut:
             dimensions.append(0)
         else:
             dimensions.append(_dimension(path, value, batch, sequence))
-    return BatchCut(batch, _rows(batch, min(count, batch)), tuple(dimensions))
+            if dimensions[-1] == 0 and batch in head_counts:
+                _check_not_of_heads(path, value, sequence)
+    return BatchCut(batch, sequence, _rows(batch, min(count, batch)), tuple(dimensions))
 
 
 def _is_index(tensor: torch.Tensor) -> bool:
@@ -174,12 +193,15 @@ def _dimension(path: str, value: Any, batch: int, sequence: int) -> int | None:
     name, shape = path.rsplit(".", 1)[-1], tuple(value.shape)
     if not shape or name in SEQUENCE_NAMES or batch == 1:
         return None
+    if name.startswith(OFFSETS_PREFIX):
+        raise CannotCut(f"{path} has offsets of documents in all sequences")
     if shape[0] == 1:
         if batch in shape[1:2] and batch != sequence:
             raise CannotCut(f"{path} of shape {shape} has the batch elsewhere")
         return None
     if shape[0] == batch:
-        if name not in BATCH_NAMES and _is_ambiguous(shape, batch, sequence):
+        is_known = name in BATCH_NAMES and len(shape) != 3
+        if not is_known and _is_ambiguous(shape, batch, sequence):
             raise CannotCut(f"{path} of shape {shape} may have the batch elsewhere")
         return 0
     if shape[0] in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,) and "position" in path:
@@ -198,3 +220,11 @@ def _is_ambiguous(shape: tuple[int, ...], batch: int, sequence: int) -> bool:
     if batch == sequence and (len(shape) == 1 or shape == (batch, batch)):
         return True
     return batch in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,)
+
+
+def _check_not_of_heads(path: str, value: torch.Tensor, sequence: int) -> None:
+    """Raise CannotCut if a tensor may have attention heads first, as the slopes of a bias."""
+    shape = tuple(value.shape)
+    is_bias = shape[1:2] == (1,) or shape[1:] == (sequence, sequence)
+    if len(shape) == 1 or (len(shape) == 3 and is_bias):
+        raise CannotCut(f"{path} of shape {shape} may have attention heads first")

@@ -16,6 +16,8 @@ import torch
 
 from memascend.slices.cut import POSITION_DIMENSION_COUNTS, SHARED_TYPES, CannotCut, Leaves
 
+#: The first of so many rows of positions is that of text, which flash attention gets.
+_TEXT_FIRST = 4
 #: Offsets of documents, as transformers passes them to flash attention, and the longest one.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -55,6 +57,8 @@ def find_documents(
             does from their offsets or `position_ids`.
     """
     offsets, positions = keywords.get(_OFFSETS[0]), keywords.get("position_ids")
+    if torch.is_tensor(positions) and positions.dim() == 3 and len(positions) != _TEXT_FIRST:
+        keep_apart = False  # flash attention gets none of them
     if torch.is_tensor(offsets):
         begins = offsets[:-1].tolist()
     elif torch.is_tensor(positions) and positions.shape[-2:] == (1, length):
@@ -143,12 +147,13 @@ class DocumentCut:
         raise CannotCut(f"an output of shape {shape} has no dimension of {length} tokens")
 
 
-def cut_documents(leaves: Leaves, documents: Documents) -> DocumentCut:
+def cut_documents(leaves: Leaves, documents: Documents, *, mixes: bool) -> DocumentCut:
     """Cut a call along its documents.
 
     Args:
         leaves: The arguments. The first tensor is (1, tokens, ...).
         documents: Those of the row.
+        mixes: Whether a token's output depends on other tokens, as in attention.
 
     Raises:
         CannotCut: The shapes do not tell where tokens are, or attention joins documents.
@@ -160,21 +165,30 @@ def cut_documents(leaves: Leaves, documents: Documents) -> DocumentCut:
     if first is None or first.shape[:2] != (1, documents.length):
         shape = None if first is None else tuple(first.shape)
         raise CannotCut(f"its first tensor has the shape {shape}: not that of the packed row")
-    if "attention_mask" in named:
-        _check_apart(named["attention_mask"], documents)
-    kinds = (
+    kinds = tuple(
         _kind(path, value, documents.length)
         for path, value in zip(leaves.paths, leaves.values, strict=True)
     )
-    return DocumentCut(documents, tuple(kinds))
+    if mixes:
+        masks = [
+            value
+            for value, (kind, _) in zip(leaves.values, kinds, strict=True)
+            if kind is _Kind.MASK
+        ]
+        marks = [named.get(name) for name in (_OFFSETS[0], "position_ids")]
+        knows_documents = any(one is not None for one in marks)
+        is_masked = named.get("attention_mask") is not None
+        if not masks and (is_masked or not (documents.keep_apart and knows_documents)):
+            raise CannotCut("no mask keeps the documents of its row apart")
+        for mask in masks:
+            _check_apart(mask, documents)
+    return DocumentCut(documents, kinds)
 
 
-def _check_apart(mask: Any, documents: Documents) -> None:
+def _check_apart(mask: torch.Tensor, documents: Documents) -> None:
     """Raise CannotCut if tokens of one slice may attend to those of another."""
-    if mask is None and documents.keep_apart:
-        return
-    if not torch.is_tensor(mask) or mask.dim() != 4:
-        raise CannotCut("no mask keeps the documents of its row apart")
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise CannotCut(f"its mask is of {mask.dtype}")
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     for begin, end in documents.ranges:
         rows = allowed[..., begin:end, :]
@@ -193,6 +207,8 @@ def _kind(path: str, value: Any, length: int) -> tuple[_Kind, int]:
     shape = tuple(value.shape)
     if name in _OFFSETS:
         return _Kind.OFFSETS, 0
+    if "encoder" in name:
+        raise CannotCut(f"{path} has tokens of another model")
     if len(shape) == 4 and shape[-2:] == (length, length):
         return _Kind.MASK, 0
     if shape[:2] == (1, length):

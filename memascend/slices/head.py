@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memascend.slices.cut import CannotCut, Cut, Leaves
-from memascend.slices.layers import Batch, Slicer
+from memascend.slices.layers import Batch, Slicer, check_hooks
 
 #: Losses of transformers that are sums over labels divided by their number, and whether labels are
 #: those of the next position.
@@ -25,6 +25,8 @@ _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 _IGNORED_LABEL = -100
 #: Arguments that are used by the base model alone.
 _OF_BASE = ("input_ids", "inputs_embeds", "past_key_values", "use_cache", "pixel_values")
+#: Outputs of a base model that no loss is made of.
+_NOT_OF_LOSS = {"last_hidden_state", "past_key_values", "attentions", "rope_deltas"}
 
 
 class MissingLogitsError(AttributeError):
@@ -77,13 +79,23 @@ class SlicedHead:
         """Return the model's loss function, if all of the head is known."""
         if given.get("labels") is None:
             raise CannotCut("it is not given labels, so its logits are used outside")
-        if given.get("return_dict") is False:
+        if self._setting(given, "return_dict") is False:
             raise CannotCut("it returns a tuple (return_dict=False)")
+        if self._setting(given, "output_hidden_states"):
+            raise CannotCut("its hidden states are asked for (output_hidden_states)")
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        if head is not None:
+            check_hooks(head)
         function: Any = getattr(self._model, "loss_function", None)
         if getattr(function, "__name__", None) not in _LOSSES:
             raise CannotCut(f"its loss is not one of {', '.join(_LOSSES)}")
         found: Callable[..., torch.Tensor] = function
         return found
+
+    def _setting(self, given: dict[str, Any], name: str) -> Any:
+        """Return a setting of the call; of the configuration if it is not given."""
+        value = given.get(name)
+        return getattr(getattr(self._model, "config", None), name, None) if value is None else value
 
     def _run_base(self, given: dict[str, Any]) -> Any:
         """Return the output of the base model, as an exception carries it out of the model.
@@ -113,9 +125,14 @@ class SlicedHead:
         hidden = getattr(base_output, "last_hidden_state", None)
         if hidden is None:
             raise CannotCut("its base model returns no last_hidden_state")
+        others = {name for name, one in base_output.items() if one is not None} - _NOT_OF_LOSS
+        if others := {name for name in others if not name.endswith("hidden_states")}:
+            raise CannotCut(f"its base model also returns {', '.join(sorted(others))}")
         labels = given["labels"]
         shifts = _LOSSES[loss_function.__name__] and given.get("shift_labels") is None
-        counted = given.get("shift_labels", labels)[:, 1:] if shifts else labels
+        counted = labels[:, 1:] if shifts else labels
+        if _LOSSES[loss_function.__name__] and not shifts:
+            counted = given["shift_labels"]
         item_count = given.get("num_items_in_batch")
         if item_count is None:
             item_count = (counted != _IGNORED_LABEL).sum()
@@ -127,7 +144,10 @@ class SlicedHead:
         def tail(hidden: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
             made = base_type(last_hidden_state=hidden)
             with self._base_as(lambda *_, **__: made), self._loss_as(loss_of):
-                output = self._original(**keywords)
+                try:
+                    output = self._original(**keywords)
+                except (AttributeError, LookupError, TypeError, ValueError) as error:
+                    raise CannotCut(f"it needs more than hidden states: {error}") from error
             loss = loss_of.take()
             if loss is None or output.loss is not loss:
                 raise CannotCut("its loss is more than that of its loss function")
@@ -250,6 +270,8 @@ class _Loss:
         self._value: torch.Tensor | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if keywords.get("ignore_index", _IGNORED_LABEL) != _IGNORED_LABEL:
+            raise CannotCut(f"its loss ignores the label {keywords['ignore_index']}")
         keywords["num_items_in_batch"] = self._item_count
         self._value = self._function(*arguments, **keywords)
         return self._value

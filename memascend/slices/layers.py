@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 #: Keywords of torch's checkpoint that are not the function's.
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug")
 
+#: The class of transformers' layers.
+_LAYER = "GradientCheckpointingLayer"
+#: Libraries whose hooks know about slices or do not mind them.
+_KNOWN_HOOKS = ("deepspeed.", "memascend.", "transformers.", "accelerate.", "peft.")
+
 #: Returns what holds the given parameters during one call.
 WeightsOf = Callable[[Sequence[nn.Parameter]], SliceWeights]
 
@@ -40,15 +45,27 @@ class Batch:
     count: int
     documents: Documents | None = None
 
-    def cut(self, leaves: Leaves) -> Cut:
+    def cut(self, leaves: Leaves, layer: nn.Module | None = None) -> Cut:
         """Cut the arguments of a call.
+
+        Args:
+            leaves: The arguments.
+            layer: The module that is called; None if it computes each token by itself.
 
         Raises:
             CannotCut: It cannot be cut.
         """
         if self.documents is not None:
-            return cut_documents(leaves, self.documents)
-        return cut_batch(leaves, self.sequences, self.count)
+            return cut_documents(leaves, self.documents, mixes=layer is not None)
+        if layer is None:
+            return cut_batch(leaves, self.sequences, self.count)
+        return cut_batch(
+            leaves,
+            self.sequences,
+            self.count,
+            head_counts=_head_counts(layer),
+            is_batch_first=is_of_transformers(layer),
+        )
 
 
 class Slicer:
@@ -94,8 +111,18 @@ class Slicer:
         Raises:
             CannotCut: An output does not have the batch first.
         """
+        return self._run(call, leaves, params, cut, self._weights_of(params))
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        leaves: Leaves,
+        params: Sequence[nn.Parameter],
+        cut: Cut,
+        weights: SliceWeights,
+    ) -> Any:
         tensors = [value for value in leaves.values if torch.is_tensor(value)]
-        sliced = SlicedCall(self.whole(call), leaves, cut, self._weights_of(params))
+        sliced = SlicedCall(self.whole(call), leaves, cut, weights)
         return sliced.run(tensors, trains=any(param.requires_grad for param in params))
 
     def whole(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,18 +140,35 @@ class Slicer:
         call: Callable[..., Any],
         leaves: Leaves,
         otherwise: Callable[[], Any],
+        *,
+        is_layer: bool,
     ) -> Any:
-        """Return the output of a module's call in slices; that of `otherwise` if it is not cut."""
+        """Return the output of a module's call in slices; that of `otherwise` if it is not cut.
+
+        Args:
+            module: The module.
+            call: Computes a slice, or the whole batch.
+            leaves: Its arguments.
+            otherwise: Computes the whole batch as without slices.
+            is_layer: Whether a token's output may depend on other tokens.
+        """
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return otherwise()
+        params = tuple(module.parameters())
+        weights = self._weights_of(params)  # also of a call that is not cut: they are used
         try:
-            _check_module(module)
-            cut = batch.cut(leaves)
-            return self.run(call, leaves, tuple(module.parameters()), cut)
+            _check_module(module, is_packed=batch.documents is not None)
+            check_hooks(module)
+            cut = batch.cut(leaves, module if is_layer else None)
+            kept = _kept_tensors(module)
+            output = self._run(call, leaves, params, cut, weights)
+            _check_kept(kept, _kept_tensors(module))
+            return output
         except CannotCut as reason:
             self.note(type(module).__name__, str(reason))
-            return otherwise()
+        del weights
+        return otherwise()
 
     def note(self, name: str, reason: str) -> None:
         """Log once why the calls of a module are not cut."""
@@ -153,7 +197,7 @@ class SlicedCheckpoint:
             return otherwise()
         module, call, leaves = found
         self._slicer.layer_count += 1
-        return self._slicer.run_module(module, call, leaves, otherwise)
+        return self._slicer.run_module(module, call, leaves, otherwise, is_layer=True)
 
 
 def _unpack(
@@ -173,8 +217,75 @@ def _unpack(
     return module, function, Leaves.of(arguments, keywords)
 
 
-def _check_module(module: nn.Module) -> None:
-    """Raise CannotCut if the output of one sequence depends on others."""
+def _check_module(module: nn.Module, *, is_packed: bool) -> None:
+    """Raise CannotCut if the output of one sequence may depend on others.
+
+    In a row that `is_packed` also if tokens may depend on others by more than attention.
+    """
     for one in module.modules():
+        name = type(one).__name__
         if isinstance(one, nn.modules.batchnorm._BatchNorm):
-            raise CannotCut(f"{type(one).__name__} computes statistics of the batch")
+            raise CannotCut(f"{name} computes statistics of the batch")
+        if getattr(one, "batch_first", True) is False:
+            raise CannotCut(f"{name} has the batch in the second dimension (batch_first=False)")
+        if is_packed and isinstance(one, nn.RNNBase | nn.modules.conv._ConvNd):
+            raise CannotCut(f"{name} may join the documents of its row")
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Return whether a module is a layer of transformers, which is given the batch first."""
+    return any(base.__name__ == _LAYER for base in type(module).__mro__)
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raise CannotCut if a script's hook would see slices, or parts of a gradient.
+
+    A tensor that a hook keeps would have no graph, and a change of a gradient be made many times.
+    """
+    for path, one in module.named_modules():
+        hooks = (
+            one._forward_pre_hooks,
+            one._forward_hooks,
+            one._backward_pre_hooks,
+            one._backward_hooks,
+        )
+        _check_known(f"{type(one).__name__} {path}".rstrip(), hooks)
+    for path, param in module.named_parameters():
+        _check_known(path, (param._backward_hooks, param._post_accumulate_grad_hooks))
+
+
+def _check_known(name: str, hooks: Sequence[Mapping[int, Any] | None]) -> None:
+    for hook in (hook for group in hooks for hook in (group or {}).values()):
+        if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
+            raise CannotCut(f"{name} has a hook, {getattr(hook, '__qualname__', hook)}")
+
+
+def _kept_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return the tensors that modules have as attributes, and the lengths of their lists."""
+    found: dict[str, Any] = {}
+    for path, one in module.named_modules():
+        for name, value in vars(one).items():
+            if torch.is_tensor(value):
+                found[f"{path}.{name}"] = value
+            elif type(value) is list:
+                found[f"{path}.{name}"] = len(value)
+    return found
+
+
+def _check_kept(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise CannotCut if a call has kept a tensor: it would be that of one slice, without a graph.
+
+    Layers keep a loss in this way, that the model adds to its own.
+    """
+    for name, value in after.items():
+        same = before.get(name)
+        if value is not same and not (isinstance(value, int) and value == same):
+            raise CannotCut(f"its attribute {name.lstrip('.')} keeps a value of the call")
+
+
+def _head_counts(module: nn.Module) -> frozenset[int]:
+    """Return the numbers of attention heads of a layer, as its modules have them."""
+    attributes = (item for one in module.modules() for item in vars(one).items())
+    return frozenset(
+        value for name, value in attributes if type(value) is int and "head" in name.lower()
+    )

@@ -19,12 +19,10 @@ from torch.utils import checkpoint as torch_checkpoint
 from memascend.slices.cut import Leaves
 from memascend.slices.documents import Documents, find_documents
 from memascend.slices.head import SlicedHead
-from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer
+from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer, is_of_transformers
 
 #: Where transformers keeps a layer's checkpoint function.
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
-#: The class of its layers.
-_LAYER = "GradientCheckpointingLayer"
 #: Inputs that have the batch first, the first one counts.
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
@@ -90,8 +88,8 @@ class SlicedModel:
         if not torch.is_tensor(row):
             return None
         configs = [getattr(one, "config", None) for one in self._module.modules()]
-        attention = {str(getattr(config, "_attn_implementation", "")) for config in configs}
-        is_flash = any("flash" in one for one in attention)
+        attention = {getattr(config, "_attn_implementation", None) for config in configs} - {None}
+        is_flash = bool(attention) and all("flash" in str(one) for one in attention)
         keep_apart = is_flash and keywords.get("attention_mask") is None
         return find_documents(keywords, row.shape[1], count_of, keep_apart=keep_apart)
 
@@ -101,7 +99,7 @@ class SlicedModel:
             function = vars(module).get(_LAYER_FUNCTION)
             if function is not None and getattr(module, "gradient_checkpointing", False):
                 _set(undo, module, _LAYER_FUNCTION, SlicedCheckpoint(function, self._slicer))
-                if any(base.__name__ == _LAYER for base in type(module).__mro__):
+                if is_of_transformers(module):
                     layers.add(module)
         for name in {type(module).__module__ for module in self._module.modules()}:
             _replace_checkpoints(undo, sys.modules.get(name), self._slicer)
@@ -124,7 +122,9 @@ class _SlicedForward:
             return self._original(*arguments, **keywords)
 
         leaves = Leaves.of(arguments, keywords)
-        return self._slicer.run_module(self._module, self._original, leaves, otherwise)
+        return self._slicer.run_module(
+            self._module, self._original, leaves, otherwise, is_layer=False
+        )
 
 
 def batch_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int | None:

@@ -17,12 +17,26 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memascend.slices.cut import CannotCut, Cut, Leaves
 
+_NO_GRAPH = (
+    "a graph of gradients was asked for (create_graph=True), and layers in slices give none. fix: "
+    "leave memascend.micro_batches out"
+)
+_NO_CHOICE = (
+    "gradients of single tensors were asked for (torch.autograd.grad, or inputs= of backward), and "
+    "layers in slices add to those of all their weights. fix: call backward() without inputs, or "
+    "leave memascend.micro_batches out"
+)
+
 
 class SliceWeights(Protocol):
     """The weights that the slices of a call use."""
 
     def in_forward(self) -> AbstractContextManager[Callable[[int], None]]:
-        """Return a context of a forward pass; its value is called with the number of each slice."""
+        """Return a context of a forward pass; its value is called with the number of each slice.
+
+        Raises:
+            CannotCut: The slices used other weights, too. Raised where the context ends.
+        """
 
     def in_backward(self, count: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context of a backward pass of so many slices, likewise."""
@@ -69,16 +83,18 @@ class SlicedCall:
         """Return the outputs of the whole batch, computed without a graph."""
         whole: list[torch.Tensor | None] = []
         self._random.clear()
-        with self._weights.in_forward() as begin_slice, torch.no_grad():
-            for number in range(self._cut.count):
-                begin_slice(number)
-                self._random.append(_RandomState(tensors))
-                outputs = self._call(number, [tensor.detach() for tensor in tensors])
-                if number == 0:
-                    whole = self._whole(outputs)
-                for target, output in zip(whole, outputs, strict=True):
-                    if target is not None and output is not None:
-                        self._cut.part(number, target).copy_(output)
+        try:
+            with self._weights.in_forward() as begin_slice, torch.no_grad():
+                for number in range(self._cut.count):
+                    begin_slice(number)
+                    self._random.append(_RandomState(tensors))
+                    outputs = self._call(number, [tensor.detach() for tensor in tensors])
+                    if number == 0:
+                        whole = [self._memory_for(output) for output in outputs]
+                    self._store(number, whole, outputs)
+        except CannotCut:
+            self._random[0].restore()
+            raise
         return tuple(whole)
 
     def backward(
@@ -143,21 +159,27 @@ class SlicedCall:
             values[place] = one
         arguments, keywords = self._leaves.call(values)
         outputs = self._function(*arguments, **keywords)
-        self._is_tuple = isinstance(outputs, tuple | list)
-        return tuple(outputs) if self._is_tuple else (outputs,)
+        self._is_tuple = type(outputs) is tuple
+        return outputs if self._is_tuple else (outputs,)
 
-    def _whole(self, outputs: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Return memory for the outputs of the whole batch, from those of the first slice."""
-        try:
-            return [None if output is None else self._memory_for(output) for output in outputs]
-        except CannotCut:
-            self._random[0].restore()
-            raise
-
-    def _memory_for(self, output: Any) -> torch.Tensor:
+    def _memory_for(self, output: Any) -> torch.Tensor | None:
+        """Return memory for an output of the whole batch, from that of the first slice."""
+        if output is None:
+            return None
         if not torch.is_tensor(output):
             raise CannotCut(f"it returns a {type(output).__name__}")
         return output.new_empty(self._cut.whole_shape(0, output))
+
+    def _store(
+        self, number: int, whole: Sequence[torch.Tensor | None], outputs: Sequence[Any]
+    ) -> None:
+        """Copy the outputs of a slice to their parts of those of the whole batch."""
+        parts = [None if one is None else self._cut.part(number, one) for one in whole]
+        if list(map(_kind, parts)) != list(map(_kind, outputs)):
+            raise CannotCut("its outputs are not of the same shapes and dtypes in all slices")
+        for part, output in zip(parts, outputs, strict=True):
+            if part is not None:
+                part.copy_(output)
 
 
 class _Sliced(torch.autograd.Function):
@@ -170,8 +192,16 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_NO_GRAPH)
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            raise RuntimeError(_NO_CHOICE)
         wanted = ctx.needs_input_grad[2:]
         return (None, None, *ctx.call.backward(ctx.saved_tensors, wanted, gradients))
+
+
+def _kind(output: Any) -> Any:
+    return (output.shape, output.dtype) if torch.is_tensor(output) else output
 
 
 class _RandomState:

@@ -60,6 +60,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.begins_with_prompt = False
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -68,6 +69,8 @@ class Model(nn.Module):
         self, ids: torch.Tensor, expert_rows: torch.Tensor, *, has_head: bool = True
     ) -> torch.Tensor:
         states = self.embedding(ids)
+        if self.begins_with_prompt:  # of another batch, so not in slices
+            states = states + self.embedding(ids[:1, :1])
         for layer in (*self.layers, self.layers[0]):
             states = checkpoint(layer, states, expert_rows, use_reentrant=False)
         if not has_head:
@@ -168,6 +171,14 @@ def error_in_a_slice_of_backward(model: Any, backward: Backward, number: int) ->
     if not isinstance(model, Model):
         _try(model, backward, number, 4 + 3)
     backward(loss_of(model, number))
+
+
+@case
+def module_that_is_called_in_slices_and_whole(model: Any, backward: Backward, number: int) -> None:
+    own = getattr(model, "module", model)
+    own.begins_with_prompt = True
+    backward(loss_of(model, number))
+    own.begins_with_prompt = False
 
 
 @case

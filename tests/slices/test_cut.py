@@ -13,8 +13,16 @@ BATCH, SEQUENCE, HIDDEN = 6, 16, 8
 STATES = torch.zeros(BATCH, SEQUENCE, HIDDEN)
 
 
-def cut(*arguments: Any, batch: int = BATCH, count: int = 3, **keywords: Any) -> BatchCut:
-    return cut_batch(Leaves.of(arguments, keywords), batch, count)
+def cut(
+    *arguments: Any,
+    batch: int = BATCH,
+    count: int = 3,
+    heads: frozenset[int] = frozenset(),
+    is_batch_first: bool = True,
+    **keywords: Any,
+) -> BatchCut:
+    leaves = Leaves.of(arguments, keywords)
+    return cut_batch(leaves, batch, count, head_counts=heads, is_batch_first=is_batch_first)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +71,7 @@ def test_the_batch_is_found(name: str, value: Any, dimension: int | None) -> Non
         (STATES, {"other": torch.zeros(1, BATCH, HIDDEN)}, "elsewhere"),
         (STATES, {"other": torch.zeros(5, BATCH, HIDDEN)}, "elsewhere"),
         (STATES, {"labels": torch.zeros(5, SEQUENCE)}, "elsewhere"),
+        (STATES, {"cu_seq_lens_q": torch.zeros(BATCH + 1)}, "offsets of documents"),
         (torch.zeros(BATCH * SEQUENCE, HIDDEN), {}, "no sequences"),
         (torch.zeros(SEQUENCE, BATCH, HIDDEN), {}, r"the batch 6 sequences"),
     ],
@@ -80,6 +89,7 @@ def test_where_shapes_do_not_tell_nothing_is_cut(
         ("frequencies", (3,)),
         ("mask_of_positions", (3, 3)),
         ("position_embeddings", (3, 3, 3, HIDDEN)),  # rows, or time, height and width
+        ("position_ids", (3, 3, 3)),
     ],
 )
 def test_a_batch_as_large_as_another_dimension_is_not_guessed(
@@ -106,3 +116,24 @@ def test_parts_are_views_of_whole_outputs_also_of_tokens() -> None:
     assert tokens.count_nonzero() == BATCH * SEQUENCE - 2 * SEQUENCE - 1
     with pytest.raises(CannotCut, match="no dimension of 2 sequences"):
         found.whole_shape(0, torch.zeros(1, 4, 16, 16))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (8, 2), (4, SEQUENCE)])
+def test_an_output_that_may_be_a_statistic_is_not_put_together(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CannotCut, match="no dimension of 2 sequences"):
+        cut(STATES).whole_shape(0, torch.zeros(shape))
+
+
+def test_a_layer_may_have_the_sequence_first() -> None:
+    states = torch.zeros(BATCH, BATCH, HIDDEN)
+    with pytest.raises(CannotCut, match="may have the batch second"):
+        cut(states, is_batch_first=False)
+    assert cut(states).dimensions == (0,)  # a norm, or a layer of transformers
+
+
+@pytest.mark.parametrize("shape", [(BATCH,), (BATCH, 1, 64), (BATCH, SEQUENCE, SEQUENCE)])
+def test_a_bias_may_have_as_many_heads_as_the_batch_has_sequences(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CannotCut, match="heads first"):
+        cut(STATES, heads=frozenset({BATCH}), bias=torch.zeros(shape))
+    assert cut(STATES, heads=frozenset({4}), bias=torch.zeros(shape)).dimensions == (0, 0)
+    assert cut(STATES, heads=frozenset({BATCH}), more=STATES).dimensions == (0, 0)

@@ -67,7 +67,7 @@ def test_every_argument_is_cut_where_its_tokens_are() -> None:
         "scale": torch.tensor(1.0),
     }
     leaves = Leaves.of((torch.zeros(1, TOKENS, 4),), keywords)
-    cut = cut_documents(leaves, TWO)
+    cut = cut_documents(leaves, TWO, mixes=True)
     taken = [cut.take(1, place, value) for place, value in enumerate(leaves.values)]
     _, found = leaves.call(taken)
     assert found["attention_mask"].shape == (1, 1, 16, 16)
@@ -87,24 +87,50 @@ def test_every_argument_is_cut_where_its_tokens_are() -> None:
         ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).bool()}, "joins documents"),
         ({"bias": torch.zeros(1, 4, TOKENS)}, "elsewhere"),
         ({"cache": object()}, "cache is a object"),
+        ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).long()}, "mask is of torch.int64"),
+        ({"encoder_hidden_states": torch.zeros(1, TOKENS, 4)}, "tokens of another model"),
     ],
 )
 def test_a_row_whose_documents_see_each_other_is_not_cut(
     keywords: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(CannotCut, match=reason):
-        cut_documents(Leaves.of((torch.zeros(1, TOKENS, 4),), keywords), TWO)
+        cut_documents(Leaves.of((torch.zeros(1, TOKENS, 4),), keywords), TWO, mixes=True)
 
 
 def test_the_mask_may_be_of_truth_values() -> None:
     for dtype in (torch.bool, torch.bfloat16):
         keywords = {"attention_mask": block_mask(dtype)}
-        cut_documents(Leaves.of((torch.zeros(1, TOKENS, 4),), keywords), TWO)
+        cut_documents(Leaves.of((torch.zeros(1, TOKENS, 4),), keywords), TWO, mixes=True)
 
 
 def test_flash_attention_needs_no_mask() -> None:
-    leaves = Leaves.of((torch.zeros(1, TOKENS, 4),), {"attention_mask": None})
-    assert cut_documents(leaves, replace(TWO, keep_apart=True)).count == 2
+    keywords = {"attention_mask": None, "position_ids": POSITIONS}
+    leaves = Leaves.of((torch.zeros(1, TOKENS, 4),), keywords)
+    assert cut_documents(leaves, replace(TWO, keep_apart=True), mixes=True).count == 2
+
+
+@pytest.mark.parametrize("arguments", [(), (None,), (torch.ones(1, TOKENS),)])
+def test_a_layer_that_is_not_given_the_documents_is_not_cut(arguments: tuple[Any, ...]) -> None:
+    leaves = Leaves.of((torch.zeros(1, TOKENS, 4), *arguments), {})
+    for documents in (TWO, replace(TWO, keep_apart=True)):
+        with pytest.raises(CannotCut, match="no mask keeps"):
+            cut_documents(leaves, documents, mixes=True)
+        assert cut_documents(leaves, documents, mixes=False).count == 2
+    masked = Leaves.of((torch.zeros(1, TOKENS, 4), torch.zeros(1, 1, TOKENS, TOKENS)), {})
+    with pytest.raises(CannotCut, match="joins documents"):
+        cut_documents(masked, TWO, mixes=True)
+
+
+@pytest.mark.parametrize(("rows", "keeps"), [(1, True), (3, False), (4, True)])
+def test_positions_of_images_do_not_tell_documents_apart(rows: int, keeps: bool) -> None:
+    """All tokens of an image have one time; flash attention is given no positions of three rows."""
+    positions = POSITIONS if rows == 1 else POSITIONS.expand(rows, 1, TOKENS)
+    found = find_documents(
+        {"position_ids": positions}, TOKENS, lambda documents: documents, keep_apart=True
+    )
+    assert found is not None
+    assert found.keep_apart == keeps
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
 from memascend.slices.head import MissingLogitsError
 from tests.support.sliced_models import ROWS, assert_close, batch, make, run, sliced
@@ -16,7 +19,8 @@ def test_logits_exist_for_one_slice_and_are_missed_by_name() -> None:
     model: Any = make("llama-untied")
     inputs = batch(model)
     seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].shape[0]))
+    whole = model.lm_head.forward
+    model.lm_head.forward = lambda states: (seen.append(states.shape[0]), whole(states))[1]
     with sliced(model).running((), inputs, lambda _: 3):
         output = model(**inputs)
     assert seen == [2, 2, 2]
@@ -32,6 +36,7 @@ def test_logits_exist_for_one_slice_and_are_missed_by_name() -> None:
     [
         ({"labels": None}, "is not given labels"),
         ({"return_dict": False}, "return_dict=False"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
     ],
 )
 def test_a_head_that_is_asked_for_more_stays_whole(
@@ -42,6 +47,9 @@ def test_a_head_that_is_asked_for_more_stays_whole(
     with caplog.at_level(logging.WARNING), sliced(model).running((), inputs, lambda _: 3):
         output = model(**inputs)
     assert reason in caplog.text
+    assert ("output_hidden_states" in changes) == (
+        getattr(output, "hidden_states", None) is not None
+    )
     logits = output[1] if "return_dict" in changes else output.logits
     assert logits.shape[0] == ROWS
 
@@ -53,3 +61,96 @@ def test_a_sum_over_items_is_divided_once() -> None:
     found_loss, found = run(model, inputs, 4)
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_shifted_labels_are_those_that_are_counted(is_given: bool) -> None:
+    model = make("qwen3-untied")
+    inputs = batch(model, padded=False)
+    shifted = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    shifted[0, :9] = -100
+    inputs["shift_labels"] = shifted if is_given else None
+    loss, expected = run(model, inputs, 0)
+    found_loss, found = run(model, inputs, 4)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+class OtherLabel(transformers.LlamaForCausalLM):
+    """Its loss ignores a label of its own."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        keywords["ignore_index"] = 7
+        return super().forward(*arguments, **keywords)
+
+
+class ReadsStates(transformers.LlamaForCausalLM):
+    """Its head reads the inputs of the base model."""
+
+    def forward(self, inputs_embeds: Any = None, **keywords: Any) -> Any:
+        output = super().forward(inputs_embeds=inputs_embeds, **keywords)
+        assert keywords.get("labels") is None or inputs_embeds.shape[0]
+        return output
+
+
+class ReturnsMore(transformers.LlamaForCausalLM):
+    """Its base model returns more than hidden states."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        whole = self.model.forward
+        self.model.forward = lambda *arguments, **keywords: More(
+            last_hidden_state=whole(*arguments, **keywords).last_hidden_state,
+            pooled=torch.ones(1),
+        )
+
+
+@dataclass
+class More(transformers.utils.ModelOutput):
+    """What that one returns."""
+
+    last_hidden_state: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (OtherLabel, "ignores the label 7"),
+        (ReadsStates, "more than hidden states: 'NoneType'"),
+        (ReturnsMore, "also returns pooled"),
+    ],
+)
+def test_a_head_that_uses_more_stays_whole(
+    made: type[Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.vocab_size, config.use_cache = 32, False
+    model = made(config).train()
+    model.gradient_checkpointing_enable()
+    ids = torch.randint(1, 30, (ROWS, 4))
+    labels = ids.clone()
+    labels[0] = 7
+    inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "labels": labels}
+    loss, expected = run(model, inputs, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 3)
+    assert reason in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_a_hook_on_the_head_sees_all_logits(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = make("llama-untied")
+    inputs = batch(model)
+    seen: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda *call: seen.append(call[2]))
+    with sliced(model).running((), inputs, lambda _: 3):
+        model(**inputs)
+    assert "has a hook, " in caplog.text
+    assert [(len(one), one.requires_grad) for one in seen] == [(ROWS, True)]

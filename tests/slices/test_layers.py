@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, gradients, sliced
+from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, gradients, run, sliced
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -34,3 +37,135 @@ def test_statistics_of_the_batch_keep_a_layer_whole(caplog: Any, passes: list[An
         model(ids).backward()
     assert "BatchNorm1d computes statistics of the batch" in caplog.text
     assert len([one for one in passes if one[0] == "forward"]) == 2  # the embedding, a layer
+
+
+class Layer(nn.Module):
+    """A layer whose weights a test can use in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: Any = None
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(states))
+
+
+class KeepsLoss(Layer):
+    """Keeps a loss that the model adds."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        found = super().forward(states)
+        self.kept = found.square().mean()
+        return found
+
+
+class AppendsLoss(Layer):
+    """Keeps it in a list."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        found = super().forward(states)
+        self.losses.append(found.square().mean())
+        return found
+
+
+class OneLayer(nn.Module):
+    """One checkpointed layer, whose kept losses are added."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, 8), layer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = checkpoint(self.layer, self.embedding(ids), use_reentrant=False)
+        states, *losses = found if isinstance(found, tuple) else (found,)
+        kept = getattr(self.layer, "kept", None)
+        losses += [kept, *getattr(self.layer, "losses", ())]
+        return states.square().mean() + sum(one.sum() for one in losses if one is not None)
+
+
+class ReturnsLoss(Layer):
+    """Returns a loss beside its states."""
+
+    def forward(self, states: torch.Tensor) -> Any:
+        found = super().forward(states)
+        return found, found.square().mean()[None]
+
+
+class DependsOnSlice(Layer):
+    """Returns more if no row begins with a positive value."""
+
+    def forward(self, states: torch.Tensor) -> Any:
+        found = super().forward(states)
+        return found, None if (states[:, 0, 0] > 0).any() else found[:1]
+
+
+def second_dimension() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=False)
+
+
+def hooked(kind: str) -> nn.Module:
+    layer = Layer()
+    match kind:
+        case "forward":
+            layer.linear.register_forward_hook(lambda *call: setattr(layer, "kept", call[2]))
+        case "pre":
+            layer.linear.register_forward_pre_hook(lambda *_: None)
+        case "backward":
+            layer.register_full_backward_hook(lambda _, inputs, __: (inputs[0].sign(),))
+        case "parameter":
+            layer.linear.weight.register_hook(lambda gradient: gradient.sign())
+        case _:
+            layer.linear.weight.register_post_accumulate_grad_hook(_halve)
+    return layer
+
+
+def _halve(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad /= 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (second_dimension(), "batch in the second dimension"),
+        (KeepsLoss(), "its attribute kept keeps"),
+        (AppendsLoss(), "its attribute losses keeps"),
+        (ReturnsLoss(), r"shape \(1,\) has no dimension of 1 sequences"),
+        (DependsOnSlice(), "not of the same shapes"),
+        *((hooked(one), "has a hook, ") for one in ("forward", "pre", "backward")),
+        *((hooked(one), "linear.weight has a hook, ") for one in ("parameter", "accumulated")),
+    ],
+)
+def test_a_layer_of_which_slices_may_depend_stays_whole(
+    layer: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = OneLayer(layer)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    model(ids).backward()
+    expected = gradients(model)
+    layer.kept, layer.losses = None, []
+    with caplog.at_level(logging.WARNING), sliced(model).running((ids,), {}, lambda _: ROWS):
+        loss = model(ids)
+    layer.losses = []
+    loss.backward()
+    assert re.search(reason, caplog.text)
+    assert_close(gradients(model), expected)
+
+
+def test_a_bias_of_as_many_heads_as_the_batch_has_sequences_is_not_cut(caplog: Any) -> None:
+    config = transformers.MptConfig(
+        d_model=32, n_heads=ROWS // 2, n_layers=1, expansion_ratio=2, max_seq_len=64, vocab_size=64
+    )
+    config.d_model = 8 * config.n_heads
+    model: Any = transformers.MptForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    ids = torch.randint(1, 60, (config.n_heads, LENGTH))
+    inputs = {"input_ids": ids, "labels": ids}
+    loss, expected = run(model, inputs, 0)
+    found_loss, found = run(model, inputs, config.n_heads)
+    assert "may have attention heads first" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)

@@ -99,7 +99,9 @@ def test_a_frozen_layer_whose_input_wants_no_gradient_is_not_computed_again() ->
     for param in model.layers[0].parameters():
         param.requires_grad_(False)
     calls: list[int] = []
-    model.layers[0].linear1.register_forward_hook(lambda *call: calls.append(len(call[2])))
+    linear = model.layers[0].linear2
+    whole = linear.forward
+    linear.forward = lambda states: (calls.append(len(states)), whole(states))[1]
     ids = torch.randint(50, (ROWS, LENGTH))
     model(ids).backward()
     expected = gradients(model)
@@ -125,3 +127,30 @@ def test_a_layer_that_gives_up_leaves_random_numbers_as_they_were() -> None:
     with sliced(model).running((ids,), {}, lambda _: 3):
         found = model(ids)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+class OfStates(Plain):
+    """Is given hidden states instead of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+        self.embedding = nn.Identity()
+
+
+@pytest.mark.parametrize("how", ["create_graph", "inputs", "grad"])
+def test_what_slices_cannot_differentiate_is_an_error(how: str) -> None:
+    model = OfStates()
+    states = torch.randn(ROWS, LENGTH, 8, requires_grad=True)
+    with sliced(model).running((states,), {}, lambda _: 3):
+        loss = model(states)
+    if how == "create_graph":
+        with pytest.raises(RuntimeError, match="create_graph"):
+            loss.backward(create_graph=True)
+    elif how == "inputs":
+        with pytest.raises(RuntimeError, match="inputs="):
+            loss.backward(inputs=[states])
+    else:
+        with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad"):
+            torch.autograd.grad(loss, [states])
+    assert states.grad is None
+    assert gradients(model) == {}

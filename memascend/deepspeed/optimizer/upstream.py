@@ -445,7 +445,7 @@ class Upstream:
 
     def widen_gradient(self, param: Any) -> None:
         """Have autograd add up a parameter's gradient in the dtype of accumulation."""
-        if param.dtype != self.accumulation_dtype and hasattr(param, "grad_dtype"):
+        if getattr(param, "grad_dtype", self.accumulation_dtype) != self.accumulation_dtype:
             param.grad_dtype = self.accumulation_dtype
 
     def drop_unreduced(self) -> None:

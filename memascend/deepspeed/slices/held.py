@@ -25,7 +25,8 @@ class HeldParameters:
 
     def __init__(self) -> None:
         """Hold none."""
-        self._held: frozenset[int] = frozenset()  # ids of parameters
+        self._held: frozenset[int] | None = None  # ids of parameters; None: no layer computes
+        self._others: set[str] = set()
         self._asked: list[tuple[Release, Any, tuple[Any, ...]]] = []
         self._kept: set[Any] = set()  # ds_ids of modules that ran in the first slice and stay
         self._number = 0
@@ -33,36 +34,41 @@ class HeldParameters:
     @contextmanager
     def holding(self, params: list[Any]) -> Iterator[Callable[[int], None]]:
         """Within the context parameters stay gathered; the value notes the number of a slice."""
-        outer = self._held, self._asked, self._kept, self._number
-        self._held, self._asked = frozenset(map(id, params)), []
+        outer = self._held, self._asked, self._kept, self._number, self._others
+        self._held, self._asked, self._others = frozenset(map(id, params)), [], set()
         self._kept, self._number = set(), 0
         try:
             yield functools.partial(setattr, self, "_number")
         finally:
             asked = self._asked
-            self._held, self._asked, self._kept, self._number = outer
+            self._held, self._asked, self._kept, self._number, self._others = outer
             for release, coordinator, arguments in asked:
                 release(coordinator, *arguments)
 
     def keeps(self, release: Release, coordinator: Any, param: Any, *rest: Any) -> bool:
         """Return whether a parameter is held; it is released later then."""
-        if id(param) not in self._held:
+        if self._held is None or id(param) not in self._held:
             return False
         self._asked.append((release, coordinator, (param, *rest)))
         return True
 
     def hides(self, module: nn.Module) -> bool:
         """Return whether DeepSpeed has fetched a module in the first slice, and keeps it."""
-        if not self._held:
+        if self._held is None:
             return False
-        if self._number > 0:
-            return module.ds_id in self._kept
-        if all(
-            id(param) in self._held
-            for param in parameter_offload.iter_params(module, recurse=z3_leaf_module(module))
-        ):
+        if self._number > 0 and module.ds_id in self._kept:
+            return True
+        params = parameter_offload.iter_params(module, recurse=z3_leaf_module(module))
+        others = [param for param in params if id(param) not in self._held]
+        if any(param.requires_grad for param in others):
+            self._others.add(type(module).__name__)
+        if self._number == 0 and not others:
             self._kept.add(module.ds_id)
         return False
+
+    def others(self) -> set[str]:
+        """Return the classes of modules that ran with trained parameters that are not held."""
+        return self._others
 
 
 #: DeepSpeed's hooks have no object of ours at hand.

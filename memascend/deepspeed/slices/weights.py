@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from memascend.deepspeed.slices.held import HeldParameters
+from memascend.slices.cut import CannotCut
 
 
 class Reduction(Protocol):
@@ -24,6 +25,10 @@ class Reduction(Protocol):
     @property
     def module(self) -> torch.nn.Module:
         """The model."""
+
+    @property
+    def all_params(self) -> Sequence[Any]:
+        """All parameters that the optimizer steps."""
 
     def reduce(self, param: Any) -> None:
         """Put a parameter's gradient into a bucket."""
@@ -58,6 +63,7 @@ class PassGradients:
         self._reduction, self._held = reduction, held
         #: Sums of slices that were reduced; None: gradients are added up before the reduction.
         self.sums = SliceSums(reduction) if by_slice else None
+        self._stepped = {id(param) for param in reduction.all_params}
         self._shared = _shared_parameters(reduction.module)
         self._seen: set[int] = set()
         self._waiting: weakref.WeakSet[CallWeights] = weakref.WeakSet()
@@ -79,17 +85,28 @@ class PassGradients:
         self._late = {id(param): param for param in self._shared}
         for param in self._shared:
             param.ds_grad_is_ready = False
+            self._widen(param)
 
     def weights_of(self, params: Sequence[Any]) -> CallWeights:
         """Return the weights of a call."""
         for param in params:
-            if id(param) in self._seen and param.requires_grad:
+            if self.trains(param):
+                self._widen(param)
+            if id(param) in self._seen and self.trains(param):
                 self._late[id(param)] = param
                 param.ds_grad_is_ready = False
             self._seen.add(id(param))
         weights = CallWeights(params, self, self._reduction, self._held)
         self._waiting.add(weights)
         return weights
+
+    def _widen(self, param: Any) -> None:
+        if self.sums is None:
+            self._reduction.widen_gradient(param)
+
+    def trains(self, param: Any) -> bool:
+        """Return whether DeepSpeed takes a parameter's gradient; not if it was frozen at first."""
+        return bool(param.requires_grad) and id(param) in self._stepped
 
     def note_backward(self, weights: CallWeights) -> None:
         """Note that the backward pass of a call begins."""
@@ -167,12 +184,21 @@ class CallWeights:
         held: HeldParameters,
     ) -> None:
         self._params = [param for param in params if hasattr(param, "ds_id")]
-        self._trained = [param for param in params if param.requires_grad]
+        self._trained = [param for param in params if gradients.trains(param)]
         self._gradients, self._reduction, self._held = gradients, reduction, held
 
-    def in_forward(self) -> AbstractContextManager[Callable[[int], None]]:
-        """Return a context in which the weights stay gathered."""
-        return self._held.holding(self._params)
+    @contextmanager
+    def in_forward(self) -> Iterator[Callable[[int], None]]:
+        """Within the context the weights stay gathered.
+
+        Raises:
+            CannotCut: Slices used other trained weights: each would bring a gradient of them.
+        """
+        with self._held.holding(self._params) as begin_slice:
+            yield begin_slice
+            others = self._held.others()
+        if others:
+            raise CannotCut(f"it uses weights of other modules ({', '.join(sorted(others))})")
 
     @contextmanager
     def in_backward(self, count: int) -> Iterator[Callable[[int], None]]:
@@ -180,8 +206,6 @@ class CallWeights:
         self._gradients.note_backward(self)
         own = [param for param in self._trained if not self._gradients.is_late(param)]
         sums = self._gradients.sums
-        for param in self._trained if sums is None else ():
-            self._reduction.widen_gradient(param)
         with self._held.holding(self._params) as begin_slice:
 
             def begin(number: int) -> None:

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.deepspeed
 class Parameter:
     """A parameter as DeepSpeed knows it."""
 
+    requires_grad = True
+
 
 class Module:
     """A module with parameters of its own."""
@@ -68,6 +70,7 @@ def test_modules_of_the_first_slice_are_hidden_in_later_ones(
         assert held.hides(first)
         assert not held.hides(late)  # the first slice did not use it
         assert not held.hides(outside)  # its other parameter is not held
+        assert held.others() == {"Module"}
         with held.holding([other]) as begin_inner:
             begin_inner(0)
             assert not held.hides(first)

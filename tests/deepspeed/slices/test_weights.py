@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from memascend.slices.cut import CannotCut
+
 pytestmark = pytest.mark.deepspeed
 
 
@@ -18,6 +20,7 @@ class Reduction:
         self.reduced: list[Any] = []
         self.in_bucket: list[Any] = []
         self.flushed = 0
+        self.all_params = [param for param in module.parameters() if param.requires_grad]
 
     def reduce(self, param: Any) -> None:
         assert param.ds_grad_is_ready
@@ -179,3 +182,33 @@ def test_a_sum_whose_last_slice_brings_nothing_gets_zeros(reduction: Reduction) 
     params, parts = found.sums.take([bias], [torch.ones(1)])
     assert parts[0].item() == 1.0  # the sum of the pass before is gone
     assert len(params) == 1
+
+
+def test_slices_that_use_weights_of_other_modules_are_not_kept(
+    reduction: Reduction, gradients: Any
+) -> None:
+    weights = gradients.weights_of([reduction.module.other.bias])
+    with pytest.raises(CannotCut, match=r"weights of other modules \(Linear\)"):  # noqa: SIM117
+        with weights.in_forward():
+            weights._held.others().add("Linear")
+    with weights.in_forward():
+        pass
+
+
+def test_a_weight_that_was_frozen_when_training_began_is_left_to_the_script(
+    reduction: Reduction, gradients: Any
+) -> None:
+    bias: Any = reduction.module.one.bias
+    bias.requires_grad_(True)
+    bias.grad = torch.ones(2)
+    with gradients.weights_of([bias]).in_backward(1) as begin_slice:
+        begin_slice(0)
+    assert reduction.reduced == []
+    assert not hasattr(bias, "ds_grad_is_ready")
+
+
+def test_shared_weights_are_widened_before_a_module_outside_of_slices_uses_them(
+    reduction: Reduction, gradients: Any
+) -> None:
+    """Autograd adds to a gradient in the dtype of the first one."""
+    assert reduction.module.one.weight.is_widened
