@@ -127,6 +127,32 @@ class BatchCut:
         return (per_row * self.batch, *output.shape[1:])
 
 
+@dataclass(frozen=True)
+class WholeCut:
+    """One slice, which has all of every argument; its output may have any shape."""
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return 1
+
+    def take(self, number: int, place: int, value: Any) -> Any:
+        """Return the leaf."""
+        return value
+
+    def is_shared(self, place: int) -> bool:
+        """Return True."""
+        return True
+
+    def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        return output
+
+    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the output."""
+        return tuple(output.shape)
+
+
 def cut_batch(
     leaves: Leaves,
     batch: int,

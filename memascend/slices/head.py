@@ -2,6 +2,7 @@
 
 So logits exist for one slice at a time. The model's own `forward` computes it: first with the base
 model behind a stand-in that stops it, then for each slice with one that returns hidden states.
+A script that reads the logits gets them computed once more, for metrics: without a gradient.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.layers import Batch, Slicer, check_hooks
 
@@ -25,12 +27,12 @@ _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 _IGNORED_LABEL = -100
 #: Arguments that are used by the base model alone.
 _OF_BASE = ("input_ids", "inputs_embeds", "past_key_values", "use_cache", "pixel_values")
+#: Arguments that are used by the loss alone.
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+#: The attribute of an output that computes its logits.
+_READ = "_read_logits"
 #: Outputs of a base model that no loss is made of.
 _NOT_OF_LOSS = {"last_hidden_state", "past_key_values", "attentions", "rope_deltas"}
-
-
-class MissingLogitsError(AttributeError):
-    """The logits of a step whose loss was computed in slices."""
 
 
 class SlicedHead:
@@ -77,6 +79,8 @@ class SlicedHead:
 
     def _check(self, given: dict[str, Any]) -> Callable[..., torch.Tensor]:
         """Return the model's loss function, if all of the head is known."""
+        if given.get("fused_lm_head"):
+            raise CannotCut("TRL computes it in chunks of tokens (fused_lm_head)")
         if given.get("labels") is None:
             raise CannotCut("it is not given labels, so its logits are used outside")
         if self._setting(given, "return_dict") is False:
@@ -162,7 +166,22 @@ class SlicedHead:
             keywords["shift_labels"] = shifted
         leaves = Leaves.of((hidden, keywords), {})
         losses = self._slicer.run(tail, leaves, self._params(), LossCut(batch.cut(leaves)))
-        return _loss_alone(output_type[0], losses.sum())
+        output = _with_logits_on_demand(output_type[0])(loss=losses.sum())
+        read = functools.partial(self._read_logits, base_type, hidden.detach(), keywords)
+        object.__setattr__(output, _READ, read)
+        return output
+
+    def _read_logits(
+        self, base_type: Callable[..., Any], hidden: torch.Tensor, keywords: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the logits of the whole batch, which raise an error if they get a gradient."""
+        given = {name: one for name, one in keywords.items() if name not in _OF_LOSS}
+        made = base_type(last_hidden_state=hidden)
+        with torch.no_grad(), self._slicer.slicing(None), self._base_as(lambda *_, **__: made):
+            logits: torch.Tensor = self._original(**given).logits
+        self._note(f"the script reads its logits, {logits.dtype} of {tuple(logits.shape)}")
+        anchor = torch.zeros((), requires_grad=True)
+        return _NoGradient.apply(logits, anchor)  # type: ignore[no-untyped-call, no-any-return]
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -286,21 +305,34 @@ def _loss_as_nothing() -> None:
     """Stand for a model without a loss function of its own."""
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ConfigError(
+            "logits got a gradient, but memascend.micro_batches computed the loss of this step in "
+            "slices, and its logits once more for metrics alone. cause: the script, or its trainer,"
+            " computes a loss from the logits of a model that it gives labels. fix: "
+            '"head": false in memascend.micro_batches'
+        )
+
+
 @functools.cache
-def _without_logits(output_type: type) -> type:
-    """Return a subclass of a model's output whose logits are missing, and say so."""
+def _with_logits_on_demand(output_type: Any) -> type:
+    """Return a subclass of a model's output that computes its logits when they are read."""
 
-    def missing(self: Any, name: str) -> Any:
-        if name == "logits":
-            raise MissingLogitsError(
-                "the loss of this step was computed in slices (memascend.micro_batches), and its "
-                "logits were not kept. cause: the script, or its trainer, reads logits while it "
-                'trains. fix: "head": false in memascend.micro_batches'
-            )
-        return object.__getattribute__(self, name)
+    def get(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name == "logits" and value is None and _READ in vars(self):
+            value = vars(self)[_READ]()
+            object.__setattr__(self, name, value)
+        return value
 
-    return type(output_type.__name__, (output_type,), {"__getattribute__": missing})
+    def get_item(self: Any, key: Any) -> Any:
+        return self.logits if key == "logits" else output_type.__getitem__(self, key)
 
-
-def _loss_alone(output_type: type, loss: torch.Tensor) -> Any:
-    return _without_logits(output_type)(loss=loss)
+    names = {"__getattribute__": get, "__getitem__": get_item}
+    return type(output_type.__name__, (output_type,), names)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.slices.cut import CannotCut, Cut, Leaves, cut_batch
+from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
 from memascend.slices.sliced import SlicedCall, SliceWeights
 
@@ -160,7 +160,7 @@ class Slicer:
         try:
             _check_module(module, is_packed=batch.documents is not None)
             check_hooks(module)
-            cut = batch.cut(leaves, module if is_layer else None)
+            cut = self._cut(batch, leaves, module, is_layer=is_layer)
             kept = _kept_tensors(module)
             output = self._run(call, leaves, params, cut, weights)
             _check_kept(kept, _kept_tensors(module))
@@ -169,6 +169,24 @@ class Slicer:
             self.note(type(module).__name__, str(reason))
         del weights
         return otherwise()
+
+    def _cut(self, batch: Batch, leaves: Leaves, module: nn.Module, *, is_layer: bool) -> Cut:
+        """Cut the arguments of a module, into one slice if their shapes do not tell how.
+
+        On another rank shapes may tell: parameters are to be gathered as often there as here.
+
+        Raises:
+            CannotCut: They have other values than tensors.
+        """
+        try:
+            return batch.cut(leaves, module if is_layer else None)
+        except CannotCut as reason:
+            tensors = [one for one in leaves.values if torch.is_tensor(one)]
+            others = [one for one in leaves.values if not torch.is_tensor(one)]
+            if not tensors or not all(isinstance(one, SHARED_TYPES) for one in others):
+                raise
+            self.note(type(module).__name__, str(reason))
+            return WholeCut()
 
     def note(self, name: str, reason: str) -> None:
         """Log once why the calls of a module are not cut."""

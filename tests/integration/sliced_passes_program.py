@@ -119,6 +119,13 @@ def shorter_batches(model: Any, backward: Backward, number: int) -> None:
 
 
 @case
+def a_batch_of_another_size_on_each_rank(model: Any, backward: Backward, number: int) -> None:
+    """That of four rows has as many as tokens, so that it is not cut; gathers stay the same."""
+    rows = (LENGTH, ROWS) if number % 2 else (ROWS, 1)
+    backward(loss_of(model, number, rows=rows[comm.get_rank()]))
+
+
+@case
 def forward_without_backward(model: Any, backward: Backward, number: int) -> None:
     loss_of(model, number + 1)
     backward(loss_of(model, number))

@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from memascend.slices.head import MissingLogitsError
-from tests.support.sliced_models import ROWS, assert_close, batch, make, run, sliced
+from memascend.errors import ConfigError
+from tests.support.sliced_models import ROWS, assert_close, batch, gradients, make, run, sliced
 
 
-def test_logits_exist_for_one_slice_and_are_missed_by_name() -> None:
+def test_logits_exist_for_one_slice_until_they_are_read(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make("llama-untied")
     inputs = batch(model)
     seen: list[int] = []
@@ -24,11 +24,36 @@ def test_logits_exist_for_one_slice_and_are_missed_by_name() -> None:
     with sliced(model).running((), inputs, lambda _: 3):
         output = model(**inputs)
     assert seen == [2, 2, 2]
-    with pytest.raises(MissingLogitsError, match='"head": false'):
-        output.logits  # noqa: B018
-    assert getattr(output, "logits", None) is None
+    expected = model(**inputs).logits
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(output.logits, expected)
+    assert f"reads its logits, torch.float32 of {tuple(expected.shape)}" in caplog.text
+    assert output["logits"] is output.logits
+    assert seen == [2, 2, 2, ROWS, ROWS]  # once for both readers
     with sliced(model, slices_head=False).running((), inputs, lambda _: 3):
         assert model(**inputs).logits.shape[0] == ROWS
+
+
+def test_reading_logits_changes_no_gradient() -> None:
+    model: Any = make("llama-untied")
+    inputs = batch(model)
+    expected = run(model, inputs, 3)[1]
+    with sliced(model).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    assert output.logits.argmax(-1).shape == inputs["labels"].shape
+    output.loss.backward()
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_a_loss_of_logits_is_an_error_that_names_the_setting() -> None:
+    model: Any = make("llama-untied")
+    inputs = batch(model)
+    with sliced(model).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    with pytest.raises(ConfigError, match='"head": false'):
+        (output.loss + output.logits.square().mean()).backward()
 
 
 @pytest.mark.parametrize(
@@ -36,6 +61,7 @@ def test_logits_exist_for_one_slice_and_are_missed_by_name() -> None:
     [
         ({"labels": None}, "is not given labels"),
         ({"return_dict": False}, "return_dict=False"),
+        ({"fused_lm_head": True}, "TRL computes it in chunks"),
         ({"output_hidden_states": True}, "output_hidden_states"),
     ],
 )

@@ -1,0 +1,366 @@
+"""Trainers that take a step by accumulation, or the same step in one pass over a larger batch.
+
+Usage: slices_program.py DEEPSPEED_JSON OUTPUT_FOLDER ROWS ACCUMULATION [WAY ...]
+
+ROWS is the size of a batch on the device. For each way the master weights are saved as
+OUTPUT_FOLDER/WAY.pt; the last line of output, JSON, has the log of each way. Lines that begin with
+"WAY " tell whose output follows.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import datasets
+import peft
+import torch
+import transformers
+import trl
+from deepspeed.utils import safe_get_full_fp32_param
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROWS, COLUMNS, VOCABULARY = 24, 16, 512
+STEPS = 3
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+    "pad_token_id": 0,
+}
+TIMED = ("runtime", "per_second", "flos", "memascend_")
+
+Found = dict[str, Any]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Random token rows of equal length, the same in every run; every second one is padded."""
+
+    def __init__(self, count: int = ROWS, *, seed: int = 7, padded: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._ids = torch.randint(1, VOCABULARY, (count, COLUMNS), generator=generator)
+        self._lengths = torch.randint(3, COLUMNS + 1, (count,), generator=generator)
+        if not padded:
+            self._lengths[:] = COLUMNS
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        mask = (torch.arange(COLUMNS) < self._lengths[index]).long()
+        ids = self._ids[index] * mask
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": ids.masked_fill(mask == 0, -100),
+        }
+
+
+class Classes(Rows):
+    """Likewise, in one of two classes."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        return row | {"labels": row["input_ids"][0] % 2}
+
+
+class Ways:
+    """One method for each way; each trains a new model."""
+
+    def __init__(self, config: Path, folder: Path, rows: int, accumulation: int) -> None:
+        self._config, self._folder = config, folder
+        self._rows, self._accumulation = rows, accumulation
+        self.toy = folder / "toy"
+        transformers.set_seed(1)
+        runpy.run_path(str(EXAMPLES / "toy.py"))["llama"](self.toy)
+
+    def nonreentrant(self) -> Found:
+        """Train on padded rows."""
+        return self._train("nonreentrant")
+
+    def reentrant(self) -> Found:
+        """Likewise, with the checkpoints of old."""
+        return self._train("reentrant", gradient_checkpointing_kwargs={"use_reentrant": True})
+
+    def tied(self) -> Found:
+        """Train a model whose head is its embedding."""
+        return self._train("tied", model=lambda: language_model(tie_word_embeddings=True))
+
+    def short_last_batch(self) -> Found:
+        """Train two epochs whose last batch is short."""
+        return self._train(
+            "short_last_batch",
+            train_dataset=Rows(20),
+            max_steps=-1,
+            num_train_epochs=2,
+            learning_rate=1e-4,
+        )
+
+    def evaluation(self) -> Found:
+        """Evaluate between steps."""
+        return self._train(
+            "evaluation",
+            eval_dataset=Rows(10, seed=8),
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=4,
+        )
+
+    def resumed(self) -> Found:
+        """Save in the middle of an epoch, and continue from there."""
+        settings = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+        self._trainer("resumed", max_steps=2, **settings).train()
+        trainer = self._trainer("resumed", max_steps=4, **settings)
+        trainer.train(resume_from_checkpoint=str(self._folder / "resumed" / "checkpoint-2"))
+        return self._found("resumed", trainer)
+
+    def uninterrupted(self) -> Found:
+        """Train as long without a break."""
+        return self._train("uninterrupted", max_steps=4, lr_scheduler_type="constant")
+
+    def label_smoothing(self) -> Found:
+        """Compute a loss outside of the model."""
+        return self._train("label_smoothing", label_smoothing_factor=0.1)
+
+    def sequence_classification(self) -> Found:
+        """Train a head of two classes over a decoder."""
+        return self._train("sequence_classification", model=classifier, train_dataset=Classes())
+
+    def lora(self) -> Found:
+        """Train adapters alone."""
+        return self._train("lora", model=adapted)
+
+    def lora_reentrant(self) -> Found:
+        """Likewise, with the checkpoints of old, for which embeddings want a gradient."""
+        return self._train(
+            "lora_reentrant",
+            model=adapted,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        )
+
+    def accuracy_in_training(self) -> Found:
+        """Read logits beside the loss, as trainers that log the accuracy of tokens do."""
+        return self._train("accuracy_in_training", trainer_class=WithAccuracy)
+
+    def loss_of_logits(self) -> Found:
+        """Add to the model's loss another one of its logits."""
+        return self._train("loss_of_logits", trainer_class=WithLogitLoss)
+
+    def accelerate_loop(self) -> Found:
+        """Train in a loop of one's own, on rows of one length."""
+        return self._loop("accelerate_loop", Rows(padded=False))
+
+    def accelerate_loop_of_padded_rows(self) -> Found:
+        """Likewise on padded rows, where the mean of means is another loss."""
+        return self._loop("accelerate_loop_of_padded_rows", Rows())
+
+    def sft(self) -> Found:
+        """Train with TRL on conversations."""
+        return self._sft("sft")
+
+    def sft_packed(self) -> Found:
+        """Train with TRL on conversations that are packed into one row."""
+        return self._sft("sft_packed", packing=True)
+
+    def sft_wrapped(self) -> Found:
+        """Train with TRL on conversations in rows of one length."""
+        return self._sft("sft_wrapped", packing=True, packing_strategy="wrapped", max_length=32)
+
+    def dpo(self) -> Found:
+        """Train with TRL on preferences."""
+        rows = datasets.load_dataset(
+            "json", data_files=str(EXAMPLES / "data" / "preferences.jsonl"), split="train"
+        )
+        return self._train_trl("dpo", trl.DPOTrainer, trl.DPOConfig, rows)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        return {
+            "output_dir": str(self._folder / name),
+            "deepspeed": str(self._config),
+            "bf16": True,
+            "use_cpu": True,
+            "logging_steps": 1,
+            "report_to": [],
+            "disable_tqdm": True,
+            "seed": 11,
+            "max_steps": STEPS,
+            "per_device_train_batch_size": self._rows,
+            "gradient_accumulation_steps": self._accumulation,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "learning_rate": 1e-3,
+            "max_grad_norm": 1.0,
+            "save_strategy": "no",
+        }
+
+    def _train(self, name: str, **changes: Any) -> Found:
+        trainer = self._trainer(name, **changes)
+        trainer.train()
+        return self._found(name, trainer)
+
+    def _trainer(
+        self,
+        name: str,
+        *,
+        model: Callable[[], Any] | None = None,
+        trainer_class: Any = transformers.Trainer,
+        **changes: Any,
+    ) -> transformers.Trainer:
+        # That of the way before, which a Trainer would continue with.
+        accelerate.state.AcceleratorState._reset_state()
+        given = {
+            key: changes.pop(key) for key in ("eval_dataset", "train_dataset") if key in changes
+        }
+        # Before the model, so that transformers builds it under zero.Init.
+        arguments = transformers.TrainingArguments(**self._settings(name) | changes)
+        given.setdefault("train_dataset", Rows())
+        return trainer_class(model=(model or language_model)(), args=arguments, **given)
+
+    def _sft(self, name: str, **changes: Any) -> Found:
+        rows = datasets.load_dataset(
+            "json", data_files=str(EXAMPLES / "data" / "chat.jsonl"), split="train"
+        )
+        return self._train_trl(name, trl.SFTTrainer, trl.SFTConfig, rows, **changes)
+
+    def _train_trl(
+        self, name: str, trainer_class: Any, config_class: Any, rows: Any, **changes: Any
+    ) -> Found:
+        accelerate.state.AcceleratorState._reset_state()
+        arguments = config_class(
+            **self._settings(name)
+            | {
+                "max_length": 64,
+                "pad_to_multiple_of": 64,  # so that each batch is as long as another
+                "model_init_kwargs": {"dtype": "bfloat16"},
+                "learning_rate": 1e-4,
+            }
+            | changes
+        )
+        trainer = trainer_class(model=str(self.toy), args=arguments, train_dataset=rows)
+        trainer.train()
+        return self._found(name, trainer)
+
+    def _loop(self, name: str, rows: Rows) -> Found:
+        accelerate.state.AcceleratorState._reset_state()
+        config = json.loads(self._config.read_text())
+        del config["optimizer"]
+        config |= {
+            "train_micro_batch_size_per_gpu": self._rows,
+            "gradient_accumulation_steps": self._accumulation,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+        }
+        zero_keys = config["zero_optimization"]
+        for key in [key for key, value in zero_keys.items() if value == "auto"]:
+            del zero_keys[key]
+        plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+        bare = language_model()
+        bare.gradient_checkpointing_enable({"use_reentrant": False})
+        bare.train()
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
+        loader = torch.utils.data.DataLoader(rows, batch_size=self._rows)
+        model, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
+        losses: list[float] = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        count = self._accumulation
+        means = [sum(losses[at : at + count]) / count for at in range(0, len(losses), count)]
+        self._save(name, bare)
+        return {"log": [{"loss": loss} for loss in means]}
+
+    def _found(self, name: str, trainer: Any) -> Found:
+        self._save(name, trainer.model)
+        log = [
+            {key: value for key, value in row.items() if not any(word in key for word in TIMED)}
+            for row in trainer.state.log_history
+        ]
+        return {"log": log}
+
+    def _save(self, name: str, model: Any) -> None:
+        weights = {
+            key: safe_get_full_fp32_param(param).clone()
+            for key, param in model.named_parameters()
+            if param.requires_grad
+        }
+        torch.save(weights, self._folder / f"{name}.pt")
+
+
+class WithAccuracy(transformers.Trainer):
+    """Logs the share of tokens that are predicted."""
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        wants = keywords.pop("return_outputs", False)
+        loss, outputs = super().compute_loss(*arguments, return_outputs=True, **keywords)
+        assert outputs.logits.argmax(-1).dim() == 2
+        return (loss, outputs) if wants else loss
+
+
+class WithLogitLoss(transformers.Trainer):
+    """Keeps logits small."""
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        keywords.pop("return_outputs", False)
+        loss, outputs = super().compute_loss(*arguments, return_outputs=True, **keywords)
+        return (
+            loss
+            + 1e-3 * outputs.logits.float().square().mean() / self.args.gradient_accumulation_steps
+        )
+
+
+def language_model(**changes: Any) -> Any:
+    """Return a small decoder with random weights, always the same."""
+    transformers.set_seed(11)
+    shape = transformers.LlamaConfig(**SHAPE | changes)
+    return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+
+
+def classifier() -> Any:
+    """Return a decoder with a head of two classes, which is made outside zero.Init."""
+    transformers.set_seed(11)
+    shape = transformers.LlamaConfig(**SHAPE | {"pad_token_id": None}, num_labels=2)
+    model = transformers.LlamaForSequenceClassification(shape)
+    # Not before: a partitioned embedding has no row to be made zero.
+    model.config.pad_token_id = 0
+    return model
+
+
+def adapted() -> Any:
+    """Return a decoder with adapters whose second matrices are not zero."""
+    model = peft.get_peft_model(
+        language_model(),
+        peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False),
+    )
+    return model
+
+
+def main() -> None:
+    config, folder, rows, accumulation, *names = sys.argv[1:]
+    ways = Ways(Path(config), Path(folder), int(rows), int(accumulation))
+    results = {}
+    for name in names:
+        print(f"WAY {name}", flush=True)
+        results[name] = getattr(ways, name)()
+        gc.collect()
+    print("RESULT " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
