@@ -138,7 +138,7 @@ def test_a_layer_in_slices_takes_those_of_one_beside_tensors_of_the_whole_batch(
     slicer = Slicer(Ungathered)
     with LiveBytes(weights=layer.parameters()) as live, slicer.slicing(Batch(sequences, count)):
         leaves = Leaves.of((hidden.requires_grad_() * 1,), keywords)
-        loss = (slicer.run_module(layer, layer, leaves, pytest.fail) * 1).sum()
+        loss = (slicer.run_module(layer, layer, leaves, pytest.fail, is_layer=True) * 1).sum()
         del leaves
         live.peak = 0
         loss.backward()
