@@ -129,14 +129,16 @@ class SlicedHead:
         hidden = getattr(base_output, "last_hidden_state", None)
         if hidden is None:
             raise CannotCut("its base model returns no last_hidden_state")
-        others = {name for name, one in base_output.items() if one is not None} - _NOT_OF_LOSS
-        if others := {name for name in others if not name.endswith("hidden_states")}:
+        given_back = {name for name, one in vars(base_output).items() if one is not None}
+        others = [name for name in given_back - _NOT_OF_LOSS if not name.endswith("hidden_states")]
+        if others:
             raise CannotCut(f"its base model also returns {', '.join(sorted(others))}")
         labels = given["labels"]
         shifts = _LOSSES[loss_function.__name__] and given.get("shift_labels") is None
-        counted = labels[:, 1:] if shifts else labels
-        if _LOSSES[loss_function.__name__] and not shifts:
-            counted = given["shift_labels"]
+        if shifts:
+            counted = labels[:, 1:]
+        else:
+            counted = given["shift_labels"] if _LOSSES[loss_function.__name__] else labels
         item_count = given.get("num_items_in_batch")
         if item_count is None:
             item_count = (counted != _IGNORED_LABEL).sum()

@@ -146,23 +146,25 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
 
 
 class Warnings(logging.Handler):
-    """What memascend's side of DeepSpeed warns of.
+    """The warnings of memascend's side of DeepSpeed, and of slices.
 
     Not on the logger "memascend": with a handler of its own that one is not set up to show lines.
     """
 
-    LOGGER = logging.getLogger("memascend.deepspeed")
+    LOGGERS = tuple(map(logging.getLogger, ("memascend.deepspeed", "memascend.slices")))
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
-        self.LOGGER.addHandler(self)
+        for logger in self.LOGGERS:
+            logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
     def close(self) -> None:
-        self.LOGGER.removeHandler(self)
+        for logger in self.LOGGERS:
+            logger.removeHandler(self)
         super().close()
 
 

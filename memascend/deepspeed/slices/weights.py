@@ -230,11 +230,15 @@ class CallWeights:
 
 
 def _shared_parameters(module: torch.nn.Module) -> list[Any]:
-    """Return the trained parameters that several modules have, as embeddings tied to the head."""
+    """Return the trained parameters in several places, as embeddings tied to the head.
+
+    A module that two others have as theirs may be used by a layer, and outside of all layers.
+    """
     count: dict[int, int] = {}
     found: dict[int, Any] = {}
-    for one in module.modules():
-        for param in one.parameters(recurse=False):
+    places = [child for one in module.modules() for child in one._modules.values()]
+    for one in (module, *places):
+        for param in one.parameters(recurse=False) if one is not None else ():
             count[id(param)] = count.get(id(param), 0) + 1
             found[id(param)] = param
     return [found[key] for key, times in count.items() if times > 1 and found[key].requires_grad]

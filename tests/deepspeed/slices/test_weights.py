@@ -212,3 +212,14 @@ def test_shared_weights_are_widened_before_a_module_outside_of_slices_uses_them(
 ) -> None:
     """Autograd adds to a gradient in the dtype of the first one."""
     assert reduction.module.one.weight.is_widened
+
+
+def test_a_module_in_two_places_may_be_used_in_slices_and_whole() -> None:
+    from memascend.deepspeed.slices.weights import _shared_parameters
+
+    model = Model()
+    assert [one is model.one.weight for one in _shared_parameters(model)] == [True]
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), model.other)
+    model.layer = model.alias = layer
+    found = _shared_parameters(model)
+    assert {id(one) for one in found} == {id(model.one.weight), id(model.other.bias)}
