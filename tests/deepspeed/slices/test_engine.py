@@ -45,4 +45,4 @@ def test_gradients_of_disturbed_passes_are_those_of_torch(
     assert len(differences) >= 10
     assert {name: worst for name, worst in differences.items() if max(worst) > 1e-4} == {}
     whole = re.findall(r"memascend: (\w+) computes the whole batch at once", done.stdout)
-    assert set(whole) == {"Embedding"}
+    assert set(whole) <= {"Block", "Embedding"}
