@@ -243,8 +243,8 @@ def _dimension(path: str, value: Any, batch: int, sequence: int) -> int | None:
 
 def _is_ambiguous(shape: tuple[int, ...], batch: int, sequence: int) -> bool:
     """Return whether a tensor whose first dimension is as long as the batch may be shared."""
-    if batch == sequence and (len(shape) == 1 or shape == (batch, batch)):
-        return True
+    if batch == sequence and (len(shape) < 3 or sequence not in shape[1:]):
+        return True  # such as (sequence, head) of rotary positions
     return batch in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,)
 
 

@@ -88,6 +88,8 @@ def test_where_shapes_do_not_tell_nothing_is_cut(
     [
         ("frequencies", (3,)),
         ("mask_of_positions", (3, 3)),
+        ("rotary", (3, HIDDEN)),
+        ("rotary", (3, 1, HIDDEN)),
         ("position_embeddings", (3, 3, 3, HIDDEN)),  # rows, or time, height and width
         ("position_ids", (3, 3, 3)),
     ],
