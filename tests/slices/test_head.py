@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import ConfigError
 from tests.support.sliced_models import ROWS, assert_close, batch, gradients, make, run, sliced
@@ -54,6 +55,23 @@ def test_a_loss_of_logits_is_an_error_that_names_the_setting() -> None:
         output = model(**inputs)
     with pytest.raises(ConfigError, match='"head": false'):
         (output.loss + output.logits.square().mean()).backward()
+
+
+def test_hidden_states_go_with_the_backward_pass_of_the_head() -> None:
+    """Not with the loss, which lives until the end of a step."""
+    model: Any = make("llama-untied")
+    inputs = batch(model)
+    kept: list[StorageWeakRef] = []
+
+    def keep(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        kept.append(StorageWeakRef(output.untyped_storage()))
+
+    model.model.norm.register_forward_hook(keep)
+    with sliced(model).running((), inputs, lambda _: 3):
+        loss = model(**inputs).loss
+    assert not kept[0].expired()
+    loss.backward()
+    assert kept[0].expired()
 
 
 @pytest.mark.parametrize(
