@@ -85,7 +85,7 @@ def test_a_wide_model_keeps_one_hidden_state_for_each_layer() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(torch.zeros(1, 5, dtype=torch.long), None).loss
-    assert saved.count(torch.Size([5, 16])) == 3
+    assert saved.count(torch.Size([1, 5, 16])) == 3
     loss.backward()
     assert [layer.weight.shape for layer in model.layers] == [torch.Size([2, 8])] * 3
     assert all((layer.weight.grad != 0).all() for layer in model.layers)
