@@ -21,7 +21,7 @@ import torch
 
 from memascend.config.installed import INNER_PASSES, require
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.errors import IncompleteGradientError
+from memascend.errors import ConfigError, IncompleteGradientError
 
 _NO_GRAPH = -1
 
@@ -116,6 +116,10 @@ class BackwardPasses:
         """Note parameters whose gradients were stored."""
         self._reduced.update(ds_ids)
 
+    def has_reduced(self, ds_id: int) -> bool:
+        """Return whether a parameter's gradient was stored in this pass."""
+        return ds_id in self._reduced
+
     def adds(self, ds_id: int) -> bool:
         """Return whether a parameter's gradient must be added to that of an earlier pass."""
         return ds_id in self._earlier
@@ -164,6 +168,8 @@ class PassHooks:
         self.deliver_late: Callable[[], None] = _do_nothing
         #: Keeps reduced gradients until those of all slices are added up; None: each is complete.
         self.sums: ReducedSums | None = None
+        #: Whether a second gradient of a parameter in a pass is an error.
+        self.expects_once = False
 
     def begin_forward(self, original: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Begin a forward pass; drop the gradients of a backward pass that an error aborted.
@@ -251,6 +257,8 @@ class PassHooks:
         """Store the gradients of a bucket; add those of parameters reduced by an earlier pass."""
         if self.sums is not None:
             params, partitions = self.sums.take(params, partitions)
+        if self.expects_once:
+            self._check_once(params)
         adding = [self.passes.adds(param.ds_id) for param in params]
         taken = []
         for adds in sorted(set(adding)):
@@ -262,6 +270,21 @@ class PassHooks:
                 )
         self.passes.note_reduced(param.ds_id for param in params)
         return taken
+
+    def _check_once(self, params: list[Any]) -> None:
+        """Check that no gradient of these parameters came in this pass: this one would replace it.
+
+        Raises:
+            ConfigError: One did.
+        """
+        for param in params:
+            if self.passes.has_reduced(param.ds_id):
+                raise ConfigError(
+                    f"the gradient of {self._upstream.name_of(param)} came twice in one backward "
+                    "pass. cause: the model uses this parameter in a layer that computes in slices "
+                    "(memascend.micro_batches) and outside of it without a module of its own. fix: "
+                    "leave memascend.micro_batches out"
+                )
 
     def check(self) -> None:
         """Check that all gradients of finished passes are reduced, before a step.

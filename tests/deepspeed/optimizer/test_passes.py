@@ -179,3 +179,25 @@ def test_calls_of_an_engine_are_noted_and_what_was_left_is_dropped_first() -> No
     assert backward(engine, "loss", fails=False) == "loss"
     assert dropped == [True]
     assert backward(SimpleNamespace(optimizer=None), "stock", fails=False) == "stock"
+
+
+def test_a_gradient_that_would_replace_one_of_its_pass_is_an_error() -> None:
+    """A weight used in a layer in slices, and outside of it by hand: each use brings a gradient."""
+    upstream = SimpleNamespace(name_of=lambda param: param.name)
+    hooks = PassHooks(upstream, restart=fail)  # type: ignore[arg-type]
+    one, other = (SimpleNamespace(ds_id=number, name=f"layer.{number}") for number in range(2))
+    stored: list[Any] = []
+
+    def store(params: list[Any], partitions: list[Any]) -> list[Any]:
+        stored.extend(params)
+        return []
+
+    hooks.put([one], [None], store)
+    hooks.put([one], [None], store)  # without slices DeepSpeed decides
+    hooks.expects_once = True
+    hooks.put([other], [None], store)
+    with pytest.raises(ConfigError, match=r"layer\.1 came twice .* memascend.micro_batches"):
+        hooks.put([other], [None], store)
+    assert stored == [one, one, other]
+    hooks.passes.reset()
+    hooks.put([other], [None], store)
