@@ -187,15 +187,11 @@ def cut_batch(
     if not is_batch_first and batch == sequence > 1:
         raise CannotCut(f"its first tensor of shape {tuple(first.shape)} may have the batch second")
     dimensions: list[int | None] = []
-    seen_first = False
     for path, value in zip(leaves.paths, leaves.values, strict=True):
-        if torch.is_tensor(value) and not seen_first:
-            seen_first = True
-            dimensions.append(0)
-        else:
-            dimensions.append(_dimension(path, value, batch, sequence))
-            if dimensions[-1] == 0 and batch in head_counts:
-                _check_not_of_heads(path, value, sequence)
+        dimension = 0 if value is first else _dimension(path, value, batch, sequence)
+        if dimension == 0 and value is not first and batch in head_counts:
+            _check_not_of_heads(path, value, sequence)
+        dimensions.append(dimension)
     return BatchCut(batch, sequence, _rows(batch, min(count, batch)), tuple(dimensions))
 
 

@@ -50,7 +50,7 @@ def find_documents(
     """Return the documents of a row in slices; None if it has one only.
 
     Args:
-        keywords: What the model is given.
+        keywords: The model's named arguments.
         length: Tokens of the row.
         count_of: Returns the wanted number of slices of so many documents.
         keep_apart: Whether attention keeps documents apart without a mask, as flash attention

@@ -1,7 +1,7 @@
 """Stands in for activation checkpointing: a layer that would be checkpointed runs in slices.
 
 A layer is a call of a checkpoint function: torch's, DeepSpeed's, or the one that transformers gives
-its layers. What cannot be cut is checkpointed as before, with one line in the log.
+its layers. A layer that cannot be cut is checkpointed as before, with one line in the log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAYER = "GradientCheckpointingLayer"
 #: Libraries whose hooks know about slices or do not mind them.
 _KNOWN_HOOKS = ("deepspeed.", "memascend.", "transformers.", "accelerate.", "peft.")
 
-#: Returns what holds the given parameters during one call.
+#: Returns the object that holds the given parameters during one call.
 WeightsOf = Callable[[Sequence[nn.Parameter]], SliceWeights]
 
 
@@ -99,6 +99,7 @@ class Slicer:
         leaves: Leaves,
         params: Sequence[nn.Parameter],
         cut: Cut,
+        weights: SliceWeights | None = None,
     ) -> Any:
         """Return the output of a call for the whole batch.
 
@@ -107,20 +108,13 @@ class Slicer:
             leaves: Its arguments.
             params: All parameters that it uses.
             cut: How the arguments are cut.
+            weights: Those of the parameters, if this call has them already.
 
         Raises:
             CannotCut: An output does not have the batch first.
         """
-        return self._run(call, leaves, params, cut, self._weights_of(params))
-
-    def _run(
-        self,
-        call: Callable[..., Any],
-        leaves: Leaves,
-        params: Sequence[nn.Parameter],
-        cut: Cut,
-        weights: SliceWeights,
-    ) -> Any:
+        if weights is None:
+            weights = self._weights_of(params)
         tensors = [value for value in leaves.values if torch.is_tensor(value)]
         sliced = SlicedCall(self.whole(call), leaves, cut, weights)
         return sliced.run(tensors, trains=any(param.requires_grad for param in params))
@@ -162,7 +156,7 @@ class Slicer:
             check_hooks(module)
             cut = self._cut(batch, leaves, module, is_layer=is_layer)
             kept = _kept_tensors(module)
-            output = self._run(call, leaves, params, cut, weights)
+            output = self.run(call, leaves, params, cut, weights)
             _check_kept(kept, _kept_tensors(module))
             return output
         except CannotCut as reason:
@@ -199,15 +193,15 @@ class SlicedCheckpoint:
     """A checkpoint function that runs a layer in slices."""
 
     def __init__(self, original: Callable[..., Any], slicer: Slicer) -> None:
-        """Stand in for `original(function, *arguments)`, which computes what cannot be cut."""
-        self.original, self._slicer = original, slicer
+        """Stand in for `original(function, *arguments)`, which computes layers that are not cut."""
+        self._original, self._slicer = original, slicer
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Run a function of a layer."""
         if self._slicer.batch is None:
-            return self.original(function, *arguments, **keywords)
+            return self._original(function, *arguments, **keywords)
         whole = self._slicer.whole(function)
-        otherwise = functools.partial(self.original, whole, *arguments, **keywords)
+        otherwise = functools.partial(self._original, whole, *arguments, **keywords)
         given = {name: one for name, one in keywords.items() if name not in _OPTIONS}
         found = _unpack(function, arguments, given)
         if found is None:

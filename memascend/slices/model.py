@@ -25,8 +25,6 @@ from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer, is_of_trans
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
 #: Inputs that have the batch first, the first one counts.
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
-
-
 #: Settings with which transformers collects values from inside of layers.
 _RECORDING = ("output_attentions", "output_router_logits")
 _NO_LAYERS = (
@@ -52,8 +50,8 @@ class SlicedModel:
         """Within the context the model runs in slices if it trains.
 
         Args:
-            arguments: Of the model's forward pass.
-            keywords: Likewise.
+            arguments: The model's arguments.
+            keywords: Its named ones.
             count_of: Returns the number of slices for so many sequences.
         """
         sequences = batch_of(arguments, keywords)

@@ -30,7 +30,7 @@ CASES: dict[str, Case] = {}
 
 
 class UserError(Exception):
-    """What the script's own code may raise."""
+    """An error of the script's own."""
 
 
 class Block(nn.Module):

@@ -50,7 +50,7 @@ def close_cases() -> list[Case]:
 
 
 def is_repeated(case: Case) -> bool:
-    """Of which others show each part."""
+    """Return whether other cases show each part of a case."""
     return (
         case.dtype == "fp16"
         or case.accessors != "none"

@@ -45,7 +45,7 @@ class Attachment:
         place: RankPlace | None = None,
     ) -> None:
         self.runtime = runtime
-        #: Of memascend/deepspeed/slices/engine.py; None until a forward pass in slices.
+        #: Set by memascend/deepspeed/slices/engine.py; None until a forward pass in slices.
         self.slices: Any = None
         self.status = None if place is None else _status_file(weakref.ref(self), place)
         self._heap = heap

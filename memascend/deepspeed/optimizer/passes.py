@@ -142,13 +142,16 @@ class BackwardPasses:
         return self._call_count > 0 or _current_graph() != _NO_GRAPH
 
 
-class ReducedSums(Protocol):
-    """Sums of gradients that were reduced in parts (memascend/deepspeed/slices/weights.py)."""
+class SlicedPass(Protocol):
+    """The gradients of a pass in slices (memascend/deepspeed/slices/weights.py)."""
+
+    def deliver_late(self) -> None:
+        """Put gradients into buckets that wait for the end of a pass."""
 
     def take(
         self, params: Sequence[Any], parts: Sequence[torch.Tensor]
-    ) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the parameters whose sums are complete, with their sums."""
+    ) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """Return the parameters whose reduced gradients are complete, with these."""
 
 
 class PassHooks:
@@ -164,12 +167,8 @@ class PassHooks:
         self._upstream, self._restart = upstream, restart
         #: The passes so far.
         self.passes = BackwardPasses()
-        #: Puts gradients into buckets that wait for the end of a pass.
-        self.deliver_late: Callable[[], None] = _do_nothing
-        #: Keeps reduced gradients until those of all slices are added up; None: each is complete.
-        self.sums: ReducedSums | None = None
-        #: Whether a second gradient of a parameter in a pass is an error.
-        self.expects_once = False
+        #: The gradients of passes in slices; None: the model runs whole.
+        self.slices: SlicedPass | None = None
 
     def begin_forward(self, original: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Begin a forward pass; drop the gradients of a backward pass that an error aborted.
@@ -234,7 +233,8 @@ class PassHooks:
             IncompleteGradientError: A pass inside this one failed, and the script continued.
         """
         with self.passes.ending():
-            self.deliver_late()
+            if self.slices is not None:
+                self.slices.deliver_late()
             if self.passes.is_inner:
                 self._keep(reduce)
                 return
@@ -250,14 +250,13 @@ class PassHooks:
 
     def put(
         self,
-        params: list[Any],
-        partitions: list[Any],
+        params: Sequence[Any],
+        partitions: Sequence[Any],
         store: Callable[[list[Any], list[Any]], Any],
     ) -> Any:
         """Store the gradients of a bucket; add those of parameters reduced by an earlier pass."""
-        if self.sums is not None:
-            params, partitions = self.sums.take(params, partitions)
-        if self.expects_once:
+        if self.slices is not None:
+            params, partitions = self.slices.take(params, partitions)
             self._check_once(params)
         adding = [self.passes.adds(param.ds_id) for param in params]
         taken = []
@@ -271,7 +270,7 @@ class PassHooks:
         self.passes.note_reduced(param.ds_id for param in params)
         return taken
 
-    def _check_once(self, params: list[Any]) -> None:
+    def _check_once(self, params: Sequence[Any]) -> None:
         """Check that no gradient of these parameters came in this pass: this one would replace it.
 
         Raises:
@@ -295,10 +294,6 @@ class PassHooks:
         self.passes.check()
         if self._upstream.has_unreduced():
             raise IncompleteGradientError  # DeepSpeed would drop them and use older ones
-
-
-def _do_nothing() -> None:
-    """Stand for no gradients that wait."""
 
 
 def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:

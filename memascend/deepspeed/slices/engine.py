@@ -23,9 +23,7 @@ class EngineSlices:
         self._optimizer = weakref.ref(optimizer)
         by_slice = section.reduction == "slice"
         self._gradients = PassGradients(optimizer.upstream, held, by_slice=by_slice)
-        optimizer.passes.deliver_late = self._gradients.deliver_late
-        optimizer.passes.sums = self._gradients.sums
-        optimizer.passes.expects_once = True
+        optimizer.passes.slices = self._gradients
         slicer = Slicer(self._gradients.weights_of)
         self._model = SlicedModel(optimizer.upstream.module, slicer, slices_head=section.head)
         self._section = section

@@ -124,6 +124,12 @@ class PassGradients:
                 self._reduction.reduce(param)
                 param.ds_grad_is_ready = False
 
+    def take(
+        self, params: Sequence[Any], parts: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """Return the parameters whose reduced gradients are complete, with these."""
+        return (params, parts) if self.sums is None else self.sums.take(params, parts)
+
 
 class SliceSums:
     """Adds up this rank's parts of gradients, slice by slice, behind their reduction.

@@ -1,4 +1,4 @@
-"""Whatever a script does between passes in slices, gradients are those of torch."""
+"""Gradients of passes in slices are those of torch, also behind a disturbed pass."""
 
 from __future__ import annotations
 
