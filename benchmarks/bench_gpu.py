@@ -84,7 +84,7 @@ def measure(
 ) -> dict[str, Any]:
     """Trains, and gives the figures of a row; or why there are none."""
     where = "host" if run.offloads_checkpoints else "device"
-    options = ["--sequences", str(run.sequences), "--checkpointing", where]
+    options = ["--sequences", str(run.batch), "--checkpointing", where]
     options += ["--loss-tokens", str(min(LOSS_TOKENS, run.sequence_tokens - 1))]
     started_s = time.monotonic()
     available = memory_available()

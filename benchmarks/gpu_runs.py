@@ -79,6 +79,8 @@ MODELS = {
 
 STOCK, TUNED, LEAN, HALF = "stock", "stock-tuned", "memascend", "memascend-half"
 CONTENDERS = (STOCK, TUNED, LEAN, HALF)
+#: The micro-steps of a step as slices of one batch: where there are several.
+SLICES = "memascend-slices"
 #: Checkpoints in page-locked memory by transformers' own switch, and on the drive.
 STOCK_OFFLOAD, OFFLOAD, ACTIVATIONS = "stock-offload", "memascend-offload", "memascend-activations"
 CONTEXT_CONTENDERS = (STOCK_OFFLOAD, LEAN, OFFLOAD, ACTIVATIONS)
@@ -120,6 +122,16 @@ class Run:
         return self.micro_tokens // self.sequence_tokens
 
     @property
+    def batch(self) -> int:
+        """Sequences of a pass."""
+        return self.sequences * self.accumulation // self.passes
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of a step: slices make all micro-steps one."""
+        return 1 if self.contender == SLICES else self.accumulation
+
+    @property
     def is_stock(self) -> bool:
         """Whether memascend has no part in it."""
         return self.contender in (STOCK, TUNED, STOCK_OFFLOAD)
@@ -130,12 +142,19 @@ class Run:
         return self.contender in (STOCK_OFFLOAD, OFFLOAD)
 
 
+def contenders(tokens: str, accumulation: int) -> tuple[str, ...]:
+    """Return who trains steps of so many tokens in so many micro-steps."""
+    if tokens in CONTEXTS:
+        return CONTEXT_CONTENDERS
+    return CONTENDERS if accumulation == 1 else (*CONTENDERS, SLICES)
+
+
 RUNS = [
     Run(model, tokens, accumulation, contender)
     for model in MODELS
     for tokens in STEP_TOKENS
     for accumulation in (ACCUMULATIONS if tokens not in CONTEXTS else (1,))
-    for contender in (CONTENDERS if tokens not in CONTEXTS else CONTEXT_CONTENDERS)
+    for contender in contenders(tokens, accumulation)
 ]
 
 
@@ -148,8 +167,8 @@ def config_of(run: Run, machine: Machine) -> dict[str, Any]:
     zero = config["zero_optimization"]
     shapes = MODELS[run.model].shapes
     largest_numel = max(tensor.numel for tensor in shapes.tensors)
-    config["gradient_accumulation_steps"] = run.accumulation
-    config["train_micro_batch_size_per_gpu"] = run.sequences
+    config["gradient_accumulation_steps"] = run.passes
+    config["train_micro_batch_size_per_gpu"] = run.batch
     parameters = zero["offload_param"]
     # Else stock keeps a model in its buffers, which are five, as soon as it is small enough.
     zero["stage3_max_reuse_distance"] = 0
@@ -163,6 +182,8 @@ def config_of(run: Run, machine: Machine) -> dict[str, Any]:
         config["memascend"] = {}
     if run.contender == ACTIVATIONS:
         config["memascend"]["activations"] = {"enabled": True}
+    if run.contender == SLICES:
+        config["memascend"]["micro_batches"] = {"count": run.accumulation}
     if run.contender == HALF:
         config["memascend"]["host_memory_limit"] = machine.total_bytes // 2 // max(1, machine.gpus)
     return config

@@ -201,13 +201,11 @@ class Training:
         )
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
-        if not self._kept:
-            loss: torch.Tensor = self.engine(input_ids=ids, labels=ids).loss
-            return loss
-        logits = self.engine(input_ids=ids, logits_to_keep=self._kept + 1).logits[:, :-1]
-        return torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), ids[:, -self._kept :].flatten()
-        )
+        labels, kept = ids, {}
+        if self._kept:  # the first of these logits is that of the first token with a loss
+            labels, kept = ids[:, -self._kept - 1 :], {"logits_to_keep": self._kept + 1}
+        loss: torch.Tensor = self.engine(input_ids=ids, labels=labels, **kept).loss
+        return loss
 
 
 def digest(module: torch.nn.Module) -> str:

@@ -8,6 +8,7 @@ from zero.Init on, parameters, gradients and optimizer on the drive, two micro-s
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,13 @@ ACCELERATOR = "cuda"
 RACE, KERNEL = "CSAN detected", "during kernel:"
 #: One run of the small model, from its start to its end; a first guess.
 RUN_S = 28.0
+CHECKPOINTS = ("--checkpointing", "device")
+#: A batch of so many sequences, computed in as many slices, beside as many micro-steps.
+SLICES = 4
+#: Slices add to the gradient of a tied weight in another order than micro-steps do.
+UNTIED = Model(2, is_tied=False)
+#: Of a sum of losses in another order.
+LOSS_TOLERANCE = 1e-6
 #: Both threads of memascend that use the device on their own work in this run.
 THREADS = {
     "activations": {"enabled": True, "min_bytes": 1 << 14},
@@ -58,6 +66,9 @@ def start(
     overlap: bool = True,
     block: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
+    accumulation: int = 2,
+    clipping: float = 1.0,
+    options: Sequence[str] = (),
 ) -> Trainee:
     """A run that is not started yet: DeepSpeed's CPU offload, or memascend on the drive."""
     on_drive = offload == "nvme"
@@ -71,7 +82,8 @@ def start(
         parameters={"device": offload, "pin_memory": pinned},
         optimizer={"device": offload, "pin_memory": pinned},
     )
-    config["gradient_accumulation_steps"] = 2
+    config["gradient_accumulation_steps"] = accumulation
+    config["gradient_clipping"] = clipping
     config["optimizer"]["params"]["lr"] = LEARNING_RATE * (1 + mistake)
     if dtype == "fp16":
         config["bf16"] = {"enabled": False}
@@ -83,7 +95,7 @@ def start(
         folder,
         block=block or {} if on_drive else None,
         tokens=tokens,
-        options=["--deterministic"],
+        options=["--deterministic", *options],
         accelerator=ACCELERATOR,
         world=world,
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(environment or {})},
@@ -110,6 +122,43 @@ def measure_parity(folder: Path, broken: bool, *, dtype: str, world: int = 1) ->
     oracle = partial(start, folder, offload="cpu", dtype=dtype, world=world)
     ours = start(folder, dtype=dtype, world=world, mistake=MISTAKE if broken else 0.0)
     return {"oracle": result(oracle()), "again": result(oracle()), "ours": result(ours)}
+
+
+def measure_streams(folder: Path, broken: bool) -> dict[str, Any]:
+    """The numbers of CPU offload, and of memascend with all of its streams at once."""
+    unclipped = partial(start, folder, clipping=0.0, options=CHECKPOINTS)
+    oracle = partial(unclipped, offload="cpu")
+    ours = unclipped(block=THREADS, mistake=MISTAKE if broken else 0.0)
+    return {"oracle": result(oracle()), "again": result(oracle()), "ours": result(ours)}
+
+
+def measure_slices(folder: Path, broken: bool) -> dict[str, Any]:
+    """The numbers of CPU offload's micro-steps, and of memascend's slices of one batch."""
+    untied = partial(start, folder, model=UNTIED)
+    oracle = untied(offload="cpu", accumulation=SLICES, options=CHECKPOINTS)
+    ours = untied(
+        mistake=MISTAKE if broken else 0.0,
+        accumulation=1,
+        block={"micro_batches": {"count": SLICES}},
+        options=[*CHECKPOINTS, "--sequences", str(SLICES)],
+    )
+    return {"oracle": result(oracle), "ours": result(ours)}
+
+
+def judge_slices(figures: Figures) -> list[str]:
+    """Wants equal weights, and losses that are the means of the micro-steps'."""
+    oracle, ours = figures["oracle"], figures["ours"]
+    problems = [] if ours["arena"] else ["memascend had no part in its run"]
+    means = [statistics.fmean(map(float, losses.split(","))) for losses in oracle["losses"]]
+    found = [float(loss) for loss in ours["losses"]]
+    if len(means) < STEPS or not all(
+        math.isclose(one, other, rel_tol=LOSS_TOLERANCE)
+        for one, other in zip(means, found, strict=True)
+    ):
+        problems.append(f"slices differ: losses {means} and {found}")
+    if oracle["weights"] != ours["weights"]:
+        problems.append("slices differ: other final weights")
+    return problems
 
 
 def judge_parity(figures: Figures) -> list[str]:
@@ -220,8 +269,8 @@ def judge_sanitizer(figures: Figures) -> list[str]:
 
 def measure_contexts(folder: Path, broken: bool, *, world: int = 2) -> dict[str, Any]:
     """The devices on which each rank has a context after steps that use all of our threads."""
-    run = start(folder, world=world, block=THREADS)
-    run.config["gradient_clipping"] = 0  # else no step begins during backward
+    # With clipping no step begins during backward.
+    run = start(folder, world=world, block=THREADS, clipping=0.0)
     with run:
         for _ in range(STEPS):
             run.step()
@@ -358,6 +407,24 @@ CHECKS = (
         runs=2,
     ),
     _parity("parity-bf16", "losses and weights are those of CPU offload, in bf16"),
+    _trained(
+        "parity-slices",
+        "a batch in slices has the weights and losses of CPU offload's micro-steps",
+        measure_slices,
+        judge_slices,
+        f"a learning rate that is wrong by {MISTAKE:.0%}",
+        noticed_min=2,
+        runs=4,
+    ),
+    _trained(
+        "parity-streams",
+        "losses and weights are those of CPU offload with activations and steps during backward",
+        measure_streams,
+        judge_parity,
+        f"a learning rate that is wrong by {MISTAKE:.0%}",
+        noticed_min=2,
+        runs=6,
+    ),
     _trained(
         "profile",
         "no copy of a step is of pageable memory",

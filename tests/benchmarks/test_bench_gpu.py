@@ -64,7 +64,12 @@ def test_a_step_has_as_many_tokens_as_its_name_says(run: gpu_runs.Run) -> None:
     tokens = run.sequence_tokens * run.sequences * run.accumulation
     assert tokens == int(run.tokens.removeprefix("context-").removesuffix("k")) * 1024
     config = gpu_runs.config_of(run, LARGE)
-    assert config["gradient_accumulation_steps"] == run.accumulation
+    passes, batch = (
+        config[key] for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+    )
+    assert tokens == run.sequence_tokens * passes * batch
+    slices = config.get("memascend", {}).get("micro_batches", {}).get("count", 1)
+    assert passes * slices == run.accumulation
     assert ("memascend" in config) == run.contender.startswith("memascend")
     if run.is_stock:  # below that it does not start
         largest = max(tensor.numel for tensor in gpu_runs.MODELS[run.model].shapes.tensors)

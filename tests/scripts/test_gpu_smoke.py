@@ -114,7 +114,18 @@ FIGURES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
 }
 FIGURES["overlap"] = (TRACE, [{"overlap_share": 0.0}])
-FIGURES |= dict.fromkeys(("parity-fp16", "nccl"), FIGURES["parity-bf16"])
+FIGURES |= dict.fromkeys(("parity-fp16", "nccl", "parity-streams"), FIGURES["parity-bf16"])
+MEANS = RUN | {"losses": ["8.45", "8.25", "8.05", "7.85"]}
+FIGURES["parity-slices"] = (
+    {"oracle": STOCK, "ours": MEANS},
+    [
+        {"ours": MEANS | {"losses": [*MEANS["losses"][:3], "7.851"]}},
+        {"ours": MEANS | {"losses": [*MEANS["losses"][:3], "nan"]}},
+        {"ours": MEANS | {"weights": "ab13"}},
+        {"ours": MEANS | {"arena": None}},
+        {"oracle": STOCK | {"losses": RUN["losses"][:1]}, "ours": MEANS | {"losses": ["8.45"]}},
+    ],
+)
 
 #: What controls change where that is more than the first of these.
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -136,7 +147,9 @@ def smoke() -> ModuleType:
 
 
 WRONG_RUN = RUN | {"losses": [*RUN["losses"][:3], "7.7,7.6"], "weights": "0"}
-CONTROLS |= {name: {"ours": WRONG_RUN} for name in ("parity-bf16", "parity-fp16", "nccl")}
+PARITIES = ("parity-bf16", "parity-fp16", "parity-streams", "nccl")
+CONTROLS |= {name: {"ours": WRONG_RUN} for name in PARITIES}
+CONTROLS["parity-slices"] = {"ours": WRONG_RUN | {"losses": ["8.45", "8.25", "8.05", "7.65"]}}
 
 
 def control_of(name: str) -> dict[str, Any]:
