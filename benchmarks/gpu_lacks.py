@@ -51,6 +51,8 @@ def async_io() -> str:
 
     if reason := compiler():
         return reason
+    if reason := _architectures():
+        return reason
     if CUDA_HOME is None:
         return "stock's async_io needs the CUDA toolkit: CUDA_HOME is not set and nvcc not found"
     command = [os.environ.get("CXX", "g++"), "-x", "c++", "-", "-o", "program"]
@@ -67,6 +69,19 @@ def async_io() -> str:
         f"stock's async_io cannot be built: {'; '.join(errors) or done.stderr.strip()}. "
         f"Fix: install libaio-dev; for -lcuda set LIBRARY_PATH={CUDA_HOME}/lib64/stubs"
     )
+
+
+def _architectures() -> str:
+    """CUDA architectures that DeepSpeed's builder can read: it takes the parts for numbers."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    for name in listed.replace(";", " ").split():
+        if not all(part.isdigit() for part in name.split("+")[0].split(".")):
+            plain = "".join(sign for sign in name if sign.isdigit() or sign == ".")
+            return (
+                f"stock's async_io cannot be built: DeepSpeed cannot read {name!r} in "
+                f"TORCH_CUDA_ARCH_LIST={listed!r}. Fix: set TORCH_CUDA_ARCH_LIST={plain}"
+            )
+    return ""
 
 
 @functools.cache

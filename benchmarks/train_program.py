@@ -144,7 +144,8 @@ class Training:
             with torch.profiler.record_function(STEP):
                 begin, stepping = Moment(), self._one_step(losses, passes := [])
                 if left == 0:
-                    getattr(self.engine.optimizer, "finish_walk", lambda: None)()
+                    with torch.profiler.record_function(OPTIMIZER):
+                        getattr(self.engine.optimizer, "finish_walk", lambda: None)()
                 get_accelerator().synchronize()
             end = Moment()
             taken = {phase: self._seconds(passes, index) for index, phase in enumerate(phases)}

@@ -58,6 +58,7 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", library], check=True)
     monkeypatch.setenv("CPATH", str(tmp_path / "aio"))
     monkeypatch.setenv("LIBRARY_PATH", str(tmp_path / "aio"))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
     return tmp_path
 
@@ -82,6 +83,24 @@ def test_the_part_that_async_io_lacks_is_named_with_the_fix(
 def test_without_a_toolkit_there_is_no_async_io(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
     assert "CUDA_HOME" in gpu_lacks.async_io()
+
+
+@pytest.mark.parametrize("readable", ["9.0", "8.0;9.0+PTX", "8.6 10.0"])
+def test_architectures_that_deepspeed_reads_keep_nobody_from_async_io(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch, readable: str
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", readable)
+    assert gpu_lacks.async_io() == ""
+
+
+@pytest.mark.parametrize("listed", ["9.0a", "8.0;9.0a+PTX"])
+def test_an_architecture_that_deepspeed_cannot_read_is_named_with_the_fix(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    found = gpu_lacks.async_io()
+    assert listed in found
+    assert found.endswith("set TORCH_CUDA_ARCH_LIST=9.0")
 
 
 def test_a_transformers_without_the_switch_for_checkpoints_is_named(
