@@ -1,4 +1,10 @@
-"""What the plan says that a step moves is what it moves."""
+"""What the plan says that a step moves is what it moves.
+
+A gather that DeepSpeed prefetches begins at once if the drive has read its shard by then. So it is
+a matter of time how far gathers and reads are where a pass turns round, and which shards still have
+their slots there. Bytes are compared where nothing is gathered ahead; where something is, bounds
+are tested that hold whenever a shard arrives.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from memascend.base.streams import PARAMETERS
 from tests.support.program import RunProgram
 
 PROGRAM = Path(__file__).with_name("traffic_program.py")
@@ -33,8 +40,19 @@ def sliced(count: int) -> tuple[str, ...]:
     return (*layers, "--slices", str(count))
 
 
-UNHURRIED = (*sliced(8), "--prefetch", "0")
-TRAININGS += [*(sliced(count) for count in SLICES), UNHURRIED]
+TRAININGS += [sliced(count) for count in SLICES]
+#: Likewise, gathered ahead.
+AHEAD = [
+    (*options, "--prefetch", "1")
+    for options in (
+        (),
+        ("--no-limit",),
+        ("--no-limit", "--recomputes", "--accumulation", "4"),
+        ("--recomputes", "--during-backward", "--accumulation", "4", "--sum-dtype", "fp32"),
+        sliced(1),
+        sliced(8),
+    )
+]
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.timeout(TIMEOUT_S)]
 
@@ -42,8 +60,9 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.timeout(TIMEO
 @pytest.fixture(scope="module")
 def moved(run_program: RunProgram) -> dict[tuple[str, ...], dict[str, Any]]:
     """Return what one process has found in all trainings, one behind the other."""
-    found = run_program(str(PROGRAM), json.dumps(TRAININGS), timeout_s=TIMEOUT_S)
-    return dict(zip(TRAININGS, found, strict=True))
+    trainings = TRAININGS + AHEAD
+    found = run_program(str(PROGRAM), json.dumps(trainings), timeout_s=TIMEOUT_S)
+    return dict(zip(trainings, found, strict=True))
 
 
 @pytest.mark.parametrize("options", TRAININGS, ids=" ".join)
@@ -52,7 +71,24 @@ def test_a_step_moves_what_is_planned(
 ) -> None:
     for direction in ("read", "written"):
         planned = sum(moved[options][direction]["planned"].values())
-        assert moved[options][direction]["measured"] == pytest.approx(planned, rel=0.05)
+        assert moved[options][direction]["measured"] == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("options", AHEAD, ids=" ".join)
+def test_a_step_that_gathers_ahead_moves_what_is_planned_besides_parameters(
+    moved: dict[tuple[str, ...], dict[str, Any]], options: tuple[str, ...]
+) -> None:
+    read, written = moved[options]["read"], moved[options]["written"]
+    planned = sum(read["planned"].values()) - read["planned"][PARAMETERS]
+    assert read["measured"] - read["parameters"] == pytest.approx(planned, rel=0.02)
+    assert written["measured"] == pytest.approx(sum(written["planned"].values()), rel=0.02)
+
+
+@pytest.mark.parametrize("options", TRAININGS + AHEAD, ids=" ".join)
+def test_a_pass_reads_a_parameter_once_at_most(
+    moved: dict[tuple[str, ...], dict[str, Any]], options: tuple[str, ...]
+) -> None:
+    assert max(moved[options]["reads_in_a_pass"], default=0.0) <= 1.0
 
 
 def test_a_step_in_slices_moves_and_gathers_what_a_whole_one_does(
@@ -62,12 +98,13 @@ def test_a_step_in_slices_moves_and_gathers_what_a_whole_one_does(
         found = moved[sliced(count)]
         for direction in ("read", "written"):
             of_whole = moved[sliced(1)][direction]["measured"]
-            assert found[direction]["measured"] == pytest.approx(of_whole, rel=0.01), count
+            assert found[direction]["measured"] == of_whole, count
         for phase in ("forward", "backward"):
             assert set(found["gathers"][phase]) == {1.0}, (count, phase)
 
 
-def test_one_layer_is_gathered_at_once_where_nothing_is_prefetched(
+def test_one_layer_is_gathered_at_once_where_nothing_is_gathered_ahead(
     moved: dict[tuple[str, ...], dict[str, Any]],
 ) -> None:
-    assert moved[UNHURRIED]["at_once"] == 3
+    for count in SLICES:
+        assert moved[sliced(count)]["at_once"] == 3

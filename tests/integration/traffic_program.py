@@ -18,9 +18,11 @@ from deepspeed.runtime.zero import partition_parameters
 from torch.utils.checkpoint import checkpoint
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+from memascend.nvme.store import TensorStore
 from tests.support.process_group import leave
 
 MATRICES, WIDTH = 24, 1024
+SHARD_BYTES = WIDTH * WIDTH * torch.bfloat16.itemsize
 #: The first step makes the states, and DeepSpeed learns the order of the modules.
 WARMUPS, STEPS = 2, 2
 #: Parameter slots have room for two matrices; without it for eight, held where a pass turns.
@@ -81,7 +83,29 @@ class Gathers:
         }
 
 
-gathers = Gathers()
+class Reads:
+    """Counts the bytes of each parameter that are read from the drive."""
+
+    def __init__(self) -> None:
+        self.nbytes: Counter[str] = Counter()
+
+    def watch(self, kind: Any) -> None:
+        start_read = kind.start_read
+
+        def counted(store: Any, request: Any) -> Any:
+            if request.key.startswith("param."):
+                self.nbytes[request.key] += request.nbytes
+            return start_read(store, request)
+
+        kind.start_read = counted
+
+    def take(self) -> Counter[str]:
+        """Return the bytes by key, and begin anew."""
+        nbytes, self.nbytes = self.nbytes, Counter()
+        return nbytes
+
+
+gathers, reads = Gathers(), Reads()
 
 
 def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +122,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
             "offload_param": on_drive,
             "offload_optimizer": on_drive,
             "sub_group_size": 8_000_000,
-            "stage3_prefetch_bucket_size": options.prefetch,
+            "stage3_prefetch_bucket_size": options.prefetch * WIDTH * WIDTH,
             "stage3_max_reuse_distance": options.reuse_distance,
             "stage3_param_persistence_threshold": 0,
         },
@@ -137,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slices", type=int, help="of a micro-step, in which layers compute it")
     parser.add_argument("--sum-dtype", default="bf16")
     parser.add_argument("--reuse-distance", type=int, default=0)
-    parser.add_argument("--prefetch", type=int, default=WIDTH * WIDTH, help="elements")
+    parser.add_argument("--prefetch", type=int, default=0, help="matrices gathered ahead")
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
     parser.add_argument("--no-limit", action="store_true")
@@ -156,7 +180,7 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         train(engine, WARMUPS, options)
         store, plan = engine.memascend.runtime.store, engine.memascend.runtime.plan
         before = store.stats()
-        gathers.take(STEPS)
+        gathers.take(STEPS), reads.take()
         train(engine, STEPS, options)
         after = store.stats()
         found = {
@@ -169,6 +193,10 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 ("written", "bytes_written", plan.written_bytes),
             )
         }
+        of_parameters = reads.take()
+        found["read"]["parameters"] = sum(of_parameters.values()) // STEPS
+        passes_bytes = STEPS * options.accumulation * 2 * SHARD_BYTES
+        found["reads_in_a_pass"] = [nbytes / passes_bytes for nbytes in of_parameters.values()]
         found["gathers"] = gathers.take(STEPS)
         found["at_once"], gathers.most = gathers.most, 0
         engine.destroy()
@@ -180,6 +208,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     gathers.watch(partition_parameters.NoGatherHandle)
     gathers.watch(partition_parameters.NoGatherCoalescedHandle)
+    reads.watch(TensorStore)
     trainings = json.loads(sys.argv[1])
     found = [moved(parser().parse_args(options)) for options in trainings]
     print(json.dumps(found))
