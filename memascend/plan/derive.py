@@ -325,7 +325,7 @@ def _pass_bytes(
     Counts parameters, of which `nbytes` are on the drive. Shards still in slots are not read again
     by the next pass, unless a step has changed them: this applies at the end of forward, and at the
     end of backward in all micro-steps but the last. Without room to read a layer ahead none is
-    kept.
+    kept. With one rank and a drive faster than the layers compute, fewer are still in slots.
     """
     held_bytes = 0
     if knobs.prefetch_bytes >= knobs.slot_bytes:
