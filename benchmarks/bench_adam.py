@@ -5,6 +5,7 @@ multiplied, stepped with by DeepSpeedCPUAdam, and the new weights are rounded to
 with the same bits, which is compared. Bytes for a parameter are counted: what each pass reads and
 writes of memory, as if nothing of a tile stayed in a cache. A third contender reads and writes as
 many bytes as one pass, in place, and computes next to nothing. `adam_traffic.py` measures bytes.
+The last one is one pass on weights in halves: the bf16 weight, and the 16 bits that it lacks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import harness
 import torch
 
+from memascend.kernels import halves
 from memascend.plan.knobs import TILE_NUMEL
 from memascend.streaming.optimizer.tile_memory import TileShape
 
@@ -24,7 +26,7 @@ QUESTION = "Adam step of a tile: one pass against widening, multiplying, steppin
 #: Elements of a tile, and tiles one after the other. No cache holds them: a tile of training comes
 #: from the drive.
 TILES = {"small": ((1 << 16, 2),), "large": ((TILE_NUMEL, 8), (8 * TILE_NUMEL, 1))}
-MEMORY = "memory alone"
+MEMORY, HALVES = "memory alone", "one pass on halves"
 ROUNDS = {"small": 3, "large": 15}
 FACTOR = 1 / 3
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -73,7 +75,28 @@ def four_passes(tile: Tile) -> Callable[[], None]:
     return step
 
 
-def one_pass(tile: Tile) -> Callable[[], None]:
+class Halves:
+    """The weights of a tile in halves."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.high = torch.empty(tile.shape.numel, dtype=BF16)
+        self.low = torch.empty(tile.shape.numel, dtype=torch.int16)
+        self._tile = tile
+        halves.cut(tile.parameter.data, self.high, self.low)
+
+    def begin(self, exp_avg_sq: torch.Tensor) -> None:
+        """Rounds the high halves and puts the flags where they belong."""
+        halves.round_high(self.high, self.low, exp_avg_sq)
+
+    def join(self) -> None:
+        """Makes the tile what it would be if nothing had been split."""
+        exp_avg_sq = self._tile.optimizer.state[self._tile.parameter]["exp_avg_sq"]
+        halves.join(self.high, self.low, exp_avg_sq, self._tile.parameter.data)
+        halves.clear_flags(exp_avg_sq)
+        self._tile.cast.copy_(self.high)
+
+
+def one_pass(tile: Tile, halved: Halves | None = None) -> Callable[[], None]:
     """As OptimizerStream steps a tile with one."""
     from memascend.deepspeed.optimizer.beta_powers import recomputes_powers
     from memascend.deepspeed.optimizer.fused_adam import FusedAdam, find_tail_width
@@ -92,6 +115,10 @@ def one_pass(tile: Tile) -> Callable[[], None]:
     tile.optimizer.state[tile.parameter] = values
     (group,) = tile.optimizer.param_groups
     states = {"exp_avg": FP32, "exp_avg_sq": FP32}
+    weight, output = tile.parameter.data, tile.cast
+    if halved is not None:
+        halved.begin(values["exp_avg_sq"])
+        weight, output = halved.low, halved.high
 
     def step() -> None:
         (update,) = fused.updates([(group, values, states)])
@@ -100,9 +127,9 @@ def one_pass(tile: Tile) -> Callable[[], None]:
             begin=0,
             gradient=tile.raw,
             factor=FACTOR,
-            weight=tile.parameter.data,
+            weight=weight,
             values=values,
-            output=tile.cast,
+            output=output,
         )
 
     return step
@@ -132,6 +159,11 @@ def pass_bytes(gradient_itemsize: int) -> int:
     return gradient_itemsize + 3 * WIDE + 3 * WIDE + NARROW
 
 
+def halves_bytes(gradient_itemsize: int) -> int:
+    """Bytes for a parameter of one pass on halves: gradient, both halves and moments in and out."""
+    return gradient_itemsize + 2 * (2 * NARROW + 2 * WIDE)
+
+
 def run(*, small: bool) -> list[harness.Row]:
     """Measures each dtype of gradients and gives one row for each contender."""
     size = "small" if small else "large"
@@ -157,7 +189,8 @@ def each(runs: Sequence[Callable[[], object]]) -> Callable[[], None]:
 def _run_dtype(
     dtype: torch.dtype, numel: int, count: int, rounds: int, circumstances: dict[str, object]
 ) -> list[harness.Row]:
-    ours, theirs = ([Tile(numel, dtype) for _ in range(count)] for _ in range(2))
+    ours, theirs, split = ([Tile(numel, dtype) for _ in range(count)] for _ in range(3))
+    halved = [Halves(tile) for tile in split]
     # Multiplying in place makes them smaller from round to round, so each begins with the same.
     raw = ours[0].raw.clone()
     fresh_ours, fresh_theirs = (
@@ -170,17 +203,22 @@ def _run_dtype(
             "four passes", each([four_passes(tile) for tile in theirs]), fresh_theirs
         ),
         harness.Contender(MEMORY, each([memory_alone(nbytes) for _ in range(count)])),
+        harness.Contender(HALVES, each(list(map(one_pass, split, halved)))),
     ]
     counted = {
         "one pass": pass_bytes(dtype.itemsize),
         "four passes": passes_bytes(dtype.itemsize),
         MEMORY: pass_bytes(dtype.itemsize),
+        HALVES: halves_bytes(dtype.itemsize),
     }
     samples = harness.interleave(contenders, rounds=rounds)
-    for one, other in zip(ours, theirs, strict=True):
-        pairs = zip(one.results(), other.results(), strict=True)
-        if not all(torch.equal(left, right) for left, right in pairs):
-            raise SystemExit("the two ways have not made the same bits")
+    each([one.join for one in halved])()
+    for one, *others in zip(ours, theirs, split, strict=True):
+        results = one.results()
+        if not all(
+            map(torch.equal, results * 2, [part for tile in others for part in tile.results()])
+        ):
+            raise SystemExit("the ways have not made the same bits")
     rows = []
     for name, taken in samples.items():
         figures = {

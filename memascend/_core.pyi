@@ -383,4 +383,17 @@ def adam_update(
     threads: int = 0,
     helpers: KernelHelpers | None = None,
     isa: str = "auto",
+    is_split: bool = False,
 ) -> None: ...
+def halves_join(
+    *,
+    rounded: int,
+    low: int,
+    flags: int = 0,
+    flag_dtype: str = "float32",
+    weights: int,
+    numel: int,
+) -> None: ...
+def halves_cut(*, weights: int, high: int, low: int, numel: int) -> None: ...
+def halves_round_high(*, high: int, low: int, flags: int, flag_dtype: str, numel: int) -> None: ...
+def halves_clear_flags(*, flags: int, flag_dtype: str, numel: int) -> None: ...

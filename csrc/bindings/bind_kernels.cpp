@@ -8,6 +8,7 @@
 
 #include "bindings/bindings.hpp"
 #include "kernels/adam.hpp"
+#include "kernels/halves.hpp"
 #include "kernels/overflow.hpp"
 
 namespace py = pybind11;
@@ -31,11 +32,12 @@ void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std
                  const std::optional<std::string>& output_dtype, const std::string& moment_dtype,
                  std::size_t numel, const adam::Coefficients& coefficients, std::size_t tail_numel,
                  std::uint64_t rounding_key, std::uint64_t first_index, std::size_t threads,
-                 kernels::Helpers* helpers, const std::string& isa) {
+                 kernels::Helpers* helpers, const std::string& isa, bool is_split) {
   adam::Operands operands{
       .gradient = reinterpret_cast<const void*>(gradient),
       .gradient_format = kernels::parse_format(gradient_dtype),
       .weight = reinterpret_cast<void*>(weight),
+      .is_split = is_split,
       .exp_avg = reinterpret_cast<void*>(exp_avg),
       .exp_avg_sq = reinterpret_cast<void*>(exp_avg_sq),
       .moment_format = kernels::parse_format(moment_dtype),
@@ -52,6 +54,37 @@ void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std
                 .helpers = helpers,
                 .rounding_key = rounding_key,
                 .first_index = first_index});
+}
+
+void halves_join(std::uintptr_t rounded, std::uintptr_t low, std::uintptr_t flags,
+                 const std::string& flag_dtype, std::uintptr_t weights, std::size_t numel) {
+  const kernels::Format format = kernels::parse_format(flag_dtype);
+  const py::gil_scoped_release release;
+  halves::join(reinterpret_cast<const std::uint16_t*>(rounded),
+               reinterpret_cast<const std::uint16_t*>(low), reinterpret_cast<const void*>(flags),
+               format, reinterpret_cast<std::uint32_t*>(weights), numel);
+}
+
+void halves_cut(std::uintptr_t weights, std::uintptr_t high, std::uintptr_t low,
+                std::size_t numel) {
+  const py::gil_scoped_release release;
+  halves::cut(reinterpret_cast<const std::uint32_t*>(weights),
+              reinterpret_cast<std::uint16_t*>(high), reinterpret_cast<std::uint16_t*>(low), numel);
+}
+
+void halves_round_high(std::uintptr_t high, std::uintptr_t low, std::uintptr_t flags,
+                       const std::string& flag_dtype, std::size_t numel) {
+  const kernels::Format format = kernels::parse_format(flag_dtype);
+  const py::gil_scoped_release release;
+  halves::round_high(reinterpret_cast<std::uint16_t*>(high),
+                     reinterpret_cast<const std::uint16_t*>(low), reinterpret_cast<void*>(flags),
+                     format, numel);
+}
+
+void halves_clear_flags(std::uintptr_t flags, const std::string& flag_dtype, std::size_t numel) {
+  const kernels::Format format = kernels::parse_format(flag_dtype);
+  const py::gil_scoped_release release;
+  halves::clear_flags(reinterpret_cast<void*>(flags), format, numel);
 }
 
 std::vector<std::string> kernel_isas() {
@@ -90,7 +123,15 @@ void bind_kernels(py::module_& module) {
              "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "output"_a = 0, "output_dtype"_a = py::none(),
              "moment_dtype"_a = "float32", "numel"_a, "coefficients"_a, "tail_numel"_a = 0,
              "rounding_key"_a = 0, "first_index"_a = 0, "threads"_a = 0, "helpers"_a = nullptr,
-             "isa"_a = "auto");
+             "isa"_a = "auto", "is_split"_a = false);
+
+  module.def("halves_join", &halves_join, py::kw_only(), "rounded"_a, "low"_a, "flags"_a = 0,
+             "flag_dtype"_a = "float32", "weights"_a, "numel"_a);
+  module.def("halves_cut", &halves_cut, py::kw_only(), "weights"_a, "high"_a, "low"_a, "numel"_a);
+  module.def("halves_round_high", &halves_round_high, py::kw_only(), "high"_a, "low"_a, "flags"_a,
+             "flag_dtype"_a, "numel"_a);
+  module.def("halves_clear_flags", &halves_clear_flags, py::kw_only(), "flags"_a, "flag_dtype"_a,
+             "numel"_a);
 }
 
 }  // namespace memascend

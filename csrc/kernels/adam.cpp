@@ -15,7 +15,8 @@ namespace {
 Kernels kernels_of(Isa isa, const Operands& operands) {
   const Formats formats{.gradient = operands.gradient_format,
                         .moment = operands.moment_format,
-                        .output = operands.output_format};
+                        .output = operands.output_format,
+                        .is_split = operands.is_split};
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512) return avx512_kernels(formats);
   if (isa == Isa::kAvx2) return avx2_kernels(formats);
@@ -53,12 +54,13 @@ class Step {
     };
     const std::size_t gradient_width = kernels::element_bytes(operands_.gradient_format);
     const std::size_t moment_offset = first * kernels::element_bytes(operands_.moment_format);
+    const std::size_t weight_width = operands_.is_split ? sizeof(std::uint16_t) : sizeof(float);
     std::byte* output = nullptr;
     if (operands_.output_format) {
       output = at(operands_.output, first * kernels::element_bytes(*operands_.output_format));
     }
     return {.gradient = static_cast<const std::byte*>(operands_.gradient) + first * gradient_width,
-            .weight = at(operands_.weight, first * sizeof(float)),
+            .weight = at(operands_.weight, first * weight_width),
             .exp_avg = at(operands_.exp_avg, moment_offset),
             .exp_avg_sq = at(operands_.exp_avg_sq, moment_offset),
             .output = output,
@@ -85,6 +87,8 @@ void check(const Operands& operands, const Options& options) {
             numel, " weights to address 0");
   MA_EXPECT(operands.output_format != Format::kFloat32,
             "the output of the step is 16 bits wide; the weights themselves are fp32");
+  MA_EXPECT(!operands.is_split || operands.output_format == Format::kBfloat16,
+            "a split weight has its upper half in an output in bfloat16");
   MA_EXPECT(operands.moment_format != Format::kFloat16,
             "moments are fp32 or bf16: second moments are beyond the range of fp16");
   // Each thread adds kBlockNumel once more after the last block.

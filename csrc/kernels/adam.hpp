@@ -12,6 +12,10 @@
 // mean is exact. With rounding to nearest, a second moment would not change in a step that changes
 // it by less than half of its last place, 1/512 of it; Adam's usual change is 1/1000.
 //
+// A weight may be split: its low 16 bits lie where the whole ones would, and the output, the weight
+// rounded to bf16, stands for the others (halves.hpp). The step gives the bits of the whole
+// weight's in 26 bytes of memory traffic.
+//
 // Knows addresses, counts and number formats; must never know tensors, optimizers or steps. Any
 // thread may call every function here; the caller keeps the memory alive and lets no other thread
 // use it.
@@ -51,7 +55,10 @@ struct Coefficients {
 struct Operands {
   const void* gradient = nullptr;
   Format gradient_format = Format::kFloat32;
-  void* weight = nullptr;   // fp32
+  void* weight = nullptr;  // fp32, or the low 16 bits of split weights
+  /// Of split weights the output, in bf16, is read as well, and the signs of exp_avg_sq are the
+  /// flags of halves.hpp.
+  bool is_split = false;
   void* exp_avg = nullptr;  // in moment_format, like the next
   void* exp_avg_sq = nullptr;
   Format moment_format = Format::kFloat32;  // or bf16

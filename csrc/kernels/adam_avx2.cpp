@@ -48,9 +48,7 @@ struct Avx2 {
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, addend), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
     const __m256i wide = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(Bfloat16::kNan), is_nan);
-    // Each half is packed by itself; 0x08 puts the results next to each other.
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(packed));
+    store_words16(target, wide);
   }
 
   MA_TARGET static Lanes spread(float value) { return _mm256_set1_ps(value); }
@@ -61,6 +59,17 @@ struct Avx2 {
   }
   MA_TARGET static Lanes root(Lanes values) { return _mm256_sqrt_ps(values); }
 
+  MA_TARGET static Words load_words16(const std::byte* source) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+  }
+  /// Of words below 2^16.
+  MA_TARGET static void store_words16(std::byte* target, Words words) {
+    // Each half is packed by itself; 0x08 puts the results next to each other.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(packed));
+  }
+  MA_TARGET static Words bits(Lanes values) { return _mm256_castps_si256(values); }
+  MA_TARGET static Lanes floats(Words words) { return _mm256_castsi256_ps(words); }
   MA_TARGET static Words words(std::uint32_t word) {
     return _mm256_set1_epi32(static_cast<int>(word));
   }
@@ -70,11 +79,19 @@ struct Avx2 {
   MA_TARGET static Words exclusive_or(Words left, Words right) {
     return _mm256_xor_si256(left, right);
   }
+  MA_TARGET static Words both(Words left, Words right) { return _mm256_and_si256(left, right); }
+  MA_TARGET static Words either(Words left, Words right) { return _mm256_or_si256(left, right); }
+  MA_TARGET static Words add(Words left, Words right) { return _mm256_add_epi32(left, right); }
+  MA_TARGET static Words subtract(Words left, Words right) { return _mm256_sub_epi32(left, right); }
   MA_TARGET static Words multiply(Words left, Words right) {
     return _mm256_mullo_epi32(left, right);
   }
   MA_TARGET static Words cut_to_16(Words words) {
     return _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+  }
+  template <int kCount>
+  MA_TARGET static Words shift_left(Words words) {
+    return _mm256_slli_epi32(words, kCount);
   }
   template <int kCount>
   MA_TARGET static Words shift_right(Words words) {

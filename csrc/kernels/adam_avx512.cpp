@@ -50,7 +50,7 @@ struct Avx512 {
     const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, addend), 16);
     const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     const __m512i wide = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(Bfloat16::kNan));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(wide));
+    store_words16(target, wide);
   }
 
   MA_TARGET static Lanes spread(float value) { return _mm512_set1_ps(value); }
@@ -61,6 +61,15 @@ struct Avx512 {
   }
   MA_TARGET static Lanes root(Lanes values) { return _mm512_sqrt_ps(values); }
 
+  MA_TARGET static Words load_words16(const std::byte* source) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+  }
+  /// Of words below 2^16.
+  MA_TARGET static void store_words16(std::byte* target, Words words) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(words));
+  }
+  MA_TARGET static Words bits(Lanes values) { return _mm512_castps_si512(values); }
+  MA_TARGET static Lanes floats(Words words) { return _mm512_castsi512_ps(words); }
   MA_TARGET static Words words(std::uint32_t word) {
     return _mm512_set1_epi32(static_cast<int>(word));
   }
@@ -71,11 +80,19 @@ struct Avx512 {
   MA_TARGET static Words exclusive_or(Words left, Words right) {
     return _mm512_xor_si512(left, right);
   }
+  MA_TARGET static Words both(Words left, Words right) { return _mm512_and_si512(left, right); }
+  MA_TARGET static Words either(Words left, Words right) { return _mm512_or_si512(left, right); }
+  MA_TARGET static Words add(Words left, Words right) { return _mm512_add_epi32(left, right); }
+  MA_TARGET static Words subtract(Words left, Words right) { return _mm512_sub_epi32(left, right); }
   MA_TARGET static Words multiply(Words left, Words right) {
     return _mm512_mullo_epi32(left, right);
   }
   MA_TARGET static Words cut_to_16(Words words) {
     return _mm512_and_si512(words, _mm512_set1_epi32(0xffff));
+  }
+  template <int kCount>
+  MA_TARGET static Words shift_left(Words words) {
+    return _mm512_slli_epi32(words, kCount);
   }
   template <int kCount>
   MA_TARGET static Words shift_right(Words words) {

@@ -39,6 +39,7 @@ struct Formats {
   Format gradient;
   Format moment;                 // fp32 or bf16
   std::optional<Format> output;  // absent without 16-bit weights
+  bool is_split;                 // the output is bf16 then
 };
 
 Kernels scalar_kernels(const Formats& formats);
@@ -51,6 +52,8 @@ struct Float32 {
   using Bits = std::uint32_t;
 };
 struct NoOutput {};
+/// The output in bf16, and with the low halves in the weight's place the weight itself.
+struct Split {};
 
 struct Bfloat16 {
   using Bits = std::uint16_t;
@@ -138,11 +141,26 @@ struct One {
   static float fma(float left, float right, float addend) { return std::fma(left, right, addend); }
   static float root(float value) { return std::sqrt(value); }
 
+  static Words load_words16(const std::byte* source) { return load_as<std::uint16_t>(source); }
+  static void store_words16(std::byte* target, Words words) {
+    const auto bits = static_cast<std::uint16_t>(words);
+    std::memcpy(target, &bits, sizeof(bits));
+  }
+  static Words bits(float value) { return std::bit_cast<Words>(value); }
+  static float floats(Words words) { return std::bit_cast<float>(words); }
   static Words words(std::uint32_t word) { return word; }
   static Words count_from(std::uint32_t first) { return first; }
   static Words exclusive_or(Words left, Words right) { return left ^ right; }
+  static Words both(Words left, Words right) { return left & right; }
+  static Words either(Words left, Words right) { return left | right; }
+  static Words add(Words left, Words right) { return left + right; }
+  static Words subtract(Words left, Words right) { return left - right; }
   static Words multiply(Words left, Words right) { return left * right; }
   static Words cut_to_16(Words words) { return words & 0xffff; }
+  template <int kCount>
+  static Words shift_left(Words words) {
+    return words << kCount;
+  }
   template <int kCount>
   static Words shift_right(Words words) {
     return words >> kCount;

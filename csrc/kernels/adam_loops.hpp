@@ -8,7 +8,11 @@
 //
 //   Words                          as many 32-bit integers
 //   words, count_from(integer)     the same in every lane; increasing by one per lane
-//   exclusive_or, multiply, cut_to_16, shift_right<count>
+//   bits, floats                   of Lanes as Words, and back
+//   load_words16, store_words16(address)
+//                                  16-bit integers
+//   both, either, exclusive_or, add, subtract, multiply, cut_to_16, shift_left<count>,
+//   shift_right<count>
 //   store_rounded(address, Lanes, Words)
 //                                  bf16, after adding words below 2^16 to the bits cut off
 //
@@ -24,6 +28,7 @@
 #if !defined(MA_TARGET)
 #define MA_TARGET
 #endif
+#include "kernels/adam_weight.hpp"
 
 namespace memascend::adam {
 namespace {  // the attribute differs from file to file
@@ -94,14 +99,15 @@ MA_TARGET inline typename Set::Lanes load_lanes(const std::byte* start, std::siz
 template <typename Set, typename G, typename M, typename O, bool kIsTail>
 MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Spread<Set>& with) {
   using Lanes = typename Set::Lanes;
-  const std::size_t offset = index * sizeof(float);
+  constexpr bool kIsSplit = std::is_same_v<O, Split>;
   Lanes gradient = load_lanes<Set, G>(block.gradient, index);
   gradient = Set::mul(gradient, with.factor);
-  Lanes weight = Set::load(block.weight + offset);
+  Lanes exp_avg_sq = load_lanes<Set, M>(block.exp_avg_sq, index);
+  Lanes weight = load_weight<Set, O>(block, index, exp_avg_sq);
+  if constexpr (kIsSplit) exp_avg_sq = without_flags<Set>(exp_avg_sq);
   if (with.decays_gradient) gradient = Set::fma(weight, with.gradient_decay, gradient);
 
   Lanes exp_avg = load_lanes<Set, M>(block.exp_avg, index);
-  Lanes exp_avg_sq = load_lanes<Set, M>(block.exp_avg_sq, index);
   const Lanes square = Set::mul(gradient, gradient);
   if constexpr (kIsTail) {
     exp_avg = Set::fma(exp_avg, with.beta1, Set::mul(gradient, with.take1));
@@ -110,24 +116,22 @@ MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Sp
     exp_avg = Set::fma(gradient, with.take1, Set::mul(exp_avg, with.beta1));
     exp_avg_sq = Set::fma(square, with.take2, Set::mul(exp_avg_sq, with.beta2));
   }
-  if constexpr (std::is_same_v<M, Float32>) {
-    Set::store(block.exp_avg + offset, exp_avg);
-    Set::store(block.exp_avg_sq + offset, exp_avg_sq);
-  } else {
-    const auto random = random_words<Set>(block, index);
-    const std::size_t narrow = index * sizeof(typename M::Bits);
-    Set::store_rounded(block.exp_avg + narrow, exp_avg, Set::cut_to_16(random));
-    Set::store_rounded(block.exp_avg_sq + narrow, exp_avg_sq,
-                       Set::template shift_right<16>(random));
-  }
-
   const Lanes divisor = Set::fma(Set::root(exp_avg_sq), with.root_scale, with.epsilon);
   if (with.decays_weight) weight = Set::fma(weight, with.weight_decay, weight);
   weight = Set::fma(Set::div(exp_avg, divisor), with.step_size, weight);
-  Set::store(block.weight + offset, weight);
-  if constexpr (!std::is_same_v<O, NoOutput>) {
-    Set::template store<O>(block.output + index * sizeof(typename O::Bits), weight);
+
+  if constexpr (kIsSplit) exp_avg_sq = flagged<Set>(exp_avg_sq, weight);
+  const std::size_t moment = index * sizeof(typename M::Bits);
+  if constexpr (std::is_same_v<M, Float32>) {
+    Set::store(block.exp_avg + moment, exp_avg);
+    Set::store(block.exp_avg_sq + moment, exp_avg_sq);
+  } else {
+    const auto random = random_words<Set>(block, index);
+    Set::store_rounded(block.exp_avg + moment, exp_avg, Set::cut_to_16(random));
+    Set::store_rounded(block.exp_avg_sq + moment, exp_avg_sq,
+                       Set::template shift_right<16>(random));
   }
+  store_weight<Set, O>(block, index, weight);
 }
 
 /// The loops of a set: in steps of its lanes, then element by element.
@@ -151,6 +155,7 @@ struct Loops {
 
   template <typename G, typename M>
   static Kernels choose_output(const Formats& formats) {
+    if (formats.is_split) return both<G, M, Split>();
     if (!formats.output) return both<G, M, NoOutput>();
     if (*formats.output == Format::kFloat16) return both<G, M, Float16>();
     return both<G, M, Bfloat16>();

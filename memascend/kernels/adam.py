@@ -20,6 +20,8 @@ __all__ = ["AdamCoefficients", "KernelHelpers", "make_rounding_key", "update"]
 DTYPES = ("float32", "float16", "bfloat16")
 #: Dtypes of moments.
 MOMENT_DTYPES = ("float32", "bfloat16")
+#: Dtype of low halves of weights: 16 bits that are no number.
+LOW_DTYPE = "int16"
 _MASK_64 = (1 << 64) - 1
 
 
@@ -46,12 +48,16 @@ def update(
     Moments in bf16 are widened first, and rounded stochastically after the step: up or down at
     random, so that their expected value is the fp32 one.
 
+    With weights in halves (`kernels.halves`) `weight` has the low ones, and the signs of the second
+    moment are flags. The step gives the bits of whole weights.
+
     Args:
         gradient: fp32, fp16 or bf16; unchanged.
-        weight: fp32; as many elements as the gradient, like the moments.
+        weight: fp32, or the low halves in int16; as many elements as the gradient, like moments.
         exp_avg: The first moment, in fp32 or bf16.
         exp_avg_sq: The second moment, in the same dtype.
-        output: fp16 or bf16; set to the new weight, rounded to nearest even.
+        output: fp16 or bf16; set to the new weight, rounded to nearest even. With halves it is
+            bf16, and has the old one.
         coefficients: Hyperparameters of the step.
         tail_numel: Elements at the end that are computed in the other order (`csrc/kernels/`).
         rounding_key: For moments in bf16; see `make_rounding_key`.
@@ -65,13 +71,7 @@ def update(
     """
     import torch
 
-    numel = gradient.numel()
-    _check("gradient", gradient, numel, DTYPES)
-    _check("weight", weight, numel, DTYPES[:1])
-    _check("exp_avg", exp_avg, numel, MOMENT_DTYPES)
-    _check("exp_avg_sq", exp_avg_sq, numel, (dtype_name(exp_avg.dtype),))
-    if output is not None:
-        _check("output", output, numel, DTYPES[1:])
+    _check_operands(gradient, weight, exp_avg, exp_avg_sq, output)
     adam_update(
         gradient=gradient.data_ptr(),
         gradient_dtype=dtype_name(gradient.dtype),
@@ -81,7 +81,7 @@ def update(
         moment_dtype=dtype_name(exp_avg.dtype),
         output=0 if output is None else output.data_ptr(),
         output_dtype=None if output is None else dtype_name(output.dtype),
-        numel=numel,
+        numel=gradient.numel(),
         coefficients=coefficients,
         tail_numel=tail_numel,
         rounding_key=rounding_key,
@@ -89,6 +89,7 @@ def update(
         threads=torch.get_num_threads() if threads is None else threads,
         helpers=helpers,
         isa=isa,
+        is_split=dtype_name(weight.dtype) == LOW_DTYPE,
     )
 
 
@@ -104,6 +105,25 @@ def make_rounding_key(*numbers: int) -> int:
         key = (key ^ key >> 27) * 0x94D049BB133111EB & _MASK_64
         key ^= key >> 31
     return key
+
+
+def _check_operands(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    output: torch.Tensor | None,
+) -> None:
+    numel = gradient.numel()
+    is_split = dtype_name(weight.dtype) == LOW_DTYPE
+    _check("gradient", gradient, numel, DTYPES)
+    _check("weight", weight, numel, (DTYPES[0], LOW_DTYPE))
+    _check("exp_avg", exp_avg, numel, MOMENT_DTYPES)
+    _check("exp_avg_sq", exp_avg_sq, numel, (dtype_name(exp_avg.dtype),))
+    if output is not None:
+        _check("output", output, numel, DTYPES[2:] if is_split else DTYPES[1:])
+    elif is_split:
+        raise ValueError(f"weight in {LOW_DTYPE} has low halves alone; output has the others")
 
 
 def _check(name: str, tensor: torch.Tensor, numel: int, dtypes: tuple[str, ...]) -> None:

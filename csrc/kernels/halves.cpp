@@ -1,0 +1,90 @@
+// Weights in two halves. Plain loops, which the compiler turns into vectors: memory bounds them.
+#include "kernels/halves.hpp"
+
+#include "base/check.hpp"
+
+namespace memascend::halves {
+namespace {
+
+using kernels::Format;
+
+/// The flags as bits of what they are a sign of.
+template <typename Bits>
+struct Flags {
+  static constexpr Bits kFlag = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+
+  static std::uint32_t get(Bits bits) { return bits >> (8 * sizeof(Bits) - 1); }
+  static Bits with(Bits bits, bool is_set) {
+    return static_cast<Bits>((bits & ~kFlag) | (is_set ? kFlag : 0));
+  }
+};
+
+template <typename Bits>
+void join_flagged(const std::uint16_t* rounded, const std::uint16_t* low, const Bits* flags,
+                  std::uint32_t* weights, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) {
+    const std::uint32_t carry = (low[i] + Flags<Bits>::get(flags[i]) + kHalfLess) >> 16;
+    weights[i] = (rounded[i] - carry) << 16 | low[i];
+  }
+}
+
+template <typename Bits>
+void round_high_flagged(std::uint16_t* high, const std::uint16_t* low, Bits* flags,
+                        std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) {
+    const std::uint32_t weight = std::uint32_t{high[i]} << 16 | low[i];
+    const bool is_nan = (weight & kMagnitude) > 0x7f800000;
+    const std::uint32_t rounded = (weight + kHalfLess + (high[i] & 1U)) >> 16;
+    flags[i] = Flags<Bits>::with(flags[i], (weight & kTieMask) == kTie);
+    high[i] = static_cast<std::uint16_t>(is_nan ? 0x7fc0U : rounded);
+  }
+}
+
+template <typename Bits>
+void clear(Bits* flags, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) flags[i] = Flags<Bits>::with(flags[i], false);
+}
+
+bool is_wide(Format format) {
+  MA_EXPECT(format != Format::kFloat16, "flags are signs of float32 or bfloat16 numbers");
+  return format == Format::kFloat32;
+}
+
+}  // namespace
+
+void join(const std::uint16_t* rounded, const std::uint16_t* low, const void* flags,
+          Format flag_format, std::uint32_t* weights, std::size_t numel) {
+  if (flags == nullptr) {
+    for (std::size_t i = 0; i < numel; ++i) weights[i] = std::uint32_t{rounded[i]} << 16 | low[i];
+  } else if (is_wide(flag_format)) {
+    join_flagged(rounded, low, static_cast<const std::uint32_t*>(flags), weights, numel);
+  } else {
+    join_flagged(rounded, low, static_cast<const std::uint16_t*>(flags), weights, numel);
+  }
+}
+
+void cut(const std::uint32_t* weights, std::uint16_t* high, std::uint16_t* low, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) {
+    high[i] = static_cast<std::uint16_t>(weights[i] >> 16);
+    low[i] = static_cast<std::uint16_t>(weights[i]);
+  }
+}
+
+void round_high(std::uint16_t* high, const std::uint16_t* low, void* flags, Format flag_format,
+                std::size_t numel) {
+  if (is_wide(flag_format)) {
+    round_high_flagged(high, low, static_cast<std::uint32_t*>(flags), numel);
+  } else {
+    round_high_flagged(high, low, static_cast<std::uint16_t*>(flags), numel);
+  }
+}
+
+void clear_flags(void* flags, Format flag_format, std::size_t numel) {
+  if (is_wide(flag_format)) {
+    clear(static_cast<std::uint32_t*>(flags), numel);
+  } else {
+    clear(static_cast<std::uint16_t*>(flags), numel);
+  }
+}
+
+}  // namespace memascend::halves

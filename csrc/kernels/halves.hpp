@@ -1,0 +1,45 @@
+// Weights in two halves: an fp32 weight as the bf16 number that it rounds to, and its low 16 bits.
+//
+// Rounding to nearest even adds to the high 16 bits, or does not, and the low ones tell which of
+// both; all but for a tie. Low bits of 0x8000 round to an even number from below and from above, so
+// a flag has to say which it was: set where the high half is odd. It lies in the sign of the second
+// moment, which is never negative: a sum of products of numbers that are not. 32,640 of all 2^32
+// patterns are ties with an odd high half. A NaN stays a NaN, its payload may differ.
+//
+// Knows addresses and counts; must never know tensors, optimizers or steps. Any thread may call
+// every function here; the caller keeps the memory alive and lets no other thread use it. Addresses
+// need any alignment that their numbers need, and no two parts may overlap unless they are equal.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/format.hpp"
+
+namespace memascend::halves {
+
+/// A flagged weight's last 17 bits, and the mask of these.
+inline constexpr std::uint32_t kTie = 0x18000;
+inline constexpr std::uint32_t kTieMask = 0x1ffff;
+/// Low bits above this, or equal to it with the flag, carry over when they are added to it.
+inline constexpr std::uint32_t kHalfLess = 0x7fff;
+inline constexpr std::uint32_t kSign = 0x80000000;
+inline constexpr std::uint32_t kMagnitude = 0x7fffffff;
+
+/// Weights of halves: `rounded` with the flags in the signs of `flags`, numbers of `flag_format`
+/// (fp32 or bf16). Without flags (null) `rounded` are the exact high halves.
+void join(const std::uint16_t* rounded, const std::uint16_t* low, const void* flags,
+          kernels::Format flag_format, std::uint32_t* weights, std::size_t numel);
+
+/// The exact high halves and the low ones of weights.
+void cut(const std::uint32_t* weights, std::uint16_t* high, std::uint16_t* low, std::size_t numel);
+
+/// Makes exact high halves, in place, the numbers that the weights round to, and sets or clears all
+/// flags.
+void round_high(std::uint16_t* high, const std::uint16_t* low, void* flags,
+                kernels::Format flag_format, std::size_t numel);
+
+/// Takes the flags out of second moments, which are then as if nothing had been split.
+void clear_flags(void* flags, kernels::Format flag_format, std::size_t numel);
+
+}  // namespace memascend::halves

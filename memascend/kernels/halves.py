@@ -1,0 +1,124 @@
+"""Weights in two halves: fp32 as the bf16 number that it rounds to, and 16 bits that it lacks.
+
+A weight that lies half-way between two bf16 numbers, above an odd one, needs one bit more: a flag
+in the sign of its second moment, which is never negative (`csrc/kernels/halves.hpp`). Joined halves
+are the weight to the bit; of a NaN only that it is one.
+
+All tensors are contiguous, on the host and of one length. Callable from any thread; releases the
+GIL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memascend import _core
+from memascend.kernels.overflow import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["clear_flags", "cut", "join", "round_high"]
+
+_WHOLE, _HIGH, _LOW, _FLAGS = ("float32",), ("bfloat16",), ("int16",), ("float32", "bfloat16")
+
+
+def join(
+    rounded: torch.Tensor, low: torch.Tensor, flags: torch.Tensor | None, weights: torch.Tensor
+) -> None:
+    """Set weights to what the halves are.
+
+    Args:
+        rounded: bf16.
+        low: int16.
+        flags: Second moments in fp32 or bf16 whose signs are flags; None: `rounded` was cut off,
+            not rounded.
+        weights: fp32.
+
+    Raises:
+        ValueError: A tensor has a wrong dtype or length, is not contiguous, or not on the host.
+    """
+    _check(rounded=(rounded, _HIGH), low=(low, _LOW), weights=(weights, _WHOLE))
+    if flags is not None:
+        _check(rounded=(rounded, _HIGH), flags=(flags, _FLAGS))
+    _core.halves_join(
+        rounded=rounded.data_ptr(),
+        low=low.data_ptr(),
+        flags=0 if flags is None else flags.data_ptr(),
+        flag_dtype="float32" if flags is None else dtype_name(flags.dtype),
+        weights=weights.data_ptr(),
+        numel=weights.numel(),
+    )
+
+
+def cut(weights: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Cut weights in two: nothing is rounded.
+
+    Args:
+        weights: fp32.
+        high: bf16, set to the upper bits.
+        low: int16, set to the lower bits.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(weights=(weights, _WHOLE), high=(high, _HIGH), low=(low, _LOW))
+    _core.halves_cut(
+        weights=weights.data_ptr(),
+        high=high.data_ptr(),
+        low=low.data_ptr(),
+        numel=weights.numel(),
+    )
+
+
+def round_high(high: torch.Tensor, low: torch.Tensor, flags: torch.Tensor) -> None:
+    """Round high halves that were cut off, in place, and set or clear every flag.
+
+    Args:
+        high: bf16, set to the weights rounded to nearest even.
+        low: int16.
+        flags: Second moments in fp32 or bf16; their signs are set.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(high=(high, _HIGH), low=(low, _LOW), flags=(flags, _FLAGS))
+    _core.halves_round_high(
+        high=high.data_ptr(),
+        low=low.data_ptr(),
+        flags=flags.data_ptr(),
+        flag_dtype=dtype_name(flags.dtype),
+        numel=high.numel(),
+    )
+
+
+def clear_flags(flags: torch.Tensor) -> None:
+    """Take the flags out of second moments, in fp32 or bf16: no sign is left.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(flags=(flags, _FLAGS))
+    _core.halves_clear_flags(
+        flags=flags.data_ptr(), flag_dtype=dtype_name(flags.dtype), numel=flags.numel()
+    )
+
+
+def _check(**given: tuple[torch.Tensor, tuple[str, ...]]) -> None:
+    """Raise for a tensor that the core would misread: it gets only addresses."""
+    (first, (expected, _)), *_ = given.items()
+    for name, (tensor, dtypes) in given.items():
+        if dtype_name(tensor.dtype) not in dtypes:
+            raise ValueError(f"{name} is of dtype {tensor.dtype}; known: {', '.join(dtypes)}")
+        if tensor.numel() != expected.numel():
+            raise ValueError(
+                f"{name} has {tensor.numel()} elements and {first} {expected.numel()}; give them "
+                "one length"
+            )
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on device {tensor.device}; give host tensors")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is not contiguous: shape {tuple(tensor.shape)}, stride "
+                f"{tensor.stride()}; give the contiguous buffer it is a view of"
+            )

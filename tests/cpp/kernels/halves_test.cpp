@@ -1,0 +1,73 @@
+// sources: csrc/kernels/halves.cpp
+//
+// Weights in two halves on memory whose exact bounds a sanitizer watches, at every length around
+// the compiler's vectors.
+#include "kernels/halves.hpp"
+
+#include <cstdint>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "support/expect.hpp"
+
+namespace {
+
+using namespace memascend;
+using kernels::Format;
+
+bool is_nan(std::uint32_t weight) { return (weight & halves::kMagnitude) > 0x7f800000; }
+
+/// Every third is a tie, half of them above an odd number.
+std::vector<std::uint32_t> weights_of(std::size_t numel) {
+  std::mt19937 random(static_cast<unsigned>(numel));
+  std::vector<std::uint32_t> weights(numel);
+  for (std::size_t i = 0; i < numel; ++i) {
+    weights[i] = static_cast<std::uint32_t>(random());
+    if (i % 3 == 0) weights[i] = (weights[i] & 0xffff0000U) | 0x8000U;
+  }
+  return weights;
+}
+
+template <typename Bits>
+void test_every_length(Format format) {
+  for (std::size_t numel = 0; numel < 70; ++numel) {
+    const std::vector<std::uint32_t> weights = weights_of(numel);
+    std::vector<std::uint16_t> high(numel);
+    std::vector<std::uint16_t> low(numel);
+    std::vector<Bits> flags(numel, 0x1234);
+    std::vector<std::uint32_t> joined(numel);
+    halves::cut(weights.data(), high.data(), low.data(), numel);
+    halves::join(high.data(), low.data(), nullptr, Format::kFloat32, joined.data(), numel);
+    EXPECT(joined == weights);
+    halves::round_high(high.data(), low.data(), flags.data(), format, numel);
+    if (numel != 0) {  // null is no flags
+      halves::join(high.data(), low.data(), flags.data(), format, joined.data(), numel);
+    }
+    for (std::size_t i = 0; i < numel; ++i) {
+      EXPECT(is_nan(weights[i]) ? is_nan(joined[i]) : joined[i] == weights[i]);
+    }
+    halves::clear_flags(flags.data(), format, numel);
+    EXPECT(flags == std::vector<Bits>(numel, 0x1234));
+  }
+}
+
+void test_flags_are_of_two_formats() {
+  std::uint16_t flag = 0;
+  bool is_refused = false;
+  try {
+    halves::clear_flags(&flag, Format::kFloat16, 1);
+  } catch (const std::invalid_argument&) {
+    is_refused = true;
+  }
+  EXPECT(is_refused);
+}
+
+}  // namespace
+
+int main() {
+  test_every_length<std::uint32_t>(Format::kFloat32);
+  test_every_length<std::uint16_t>(Format::kBfloat16);
+  test_flags_are_of_two_formats();
+  return 0;
+}
