@@ -47,7 +47,13 @@ from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
-from memascend.plan.advice import advise, advise_in_cpu, advise_one_pass, advise_pinning
+from memascend.plan.advice import (
+    advise,
+    advise_in_cpu,
+    advise_one_pass,
+    advise_pinning,
+    advise_wear,
+)
 from memascend.plan.context import DeviceSettings, Training, widths_of
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
@@ -368,6 +374,11 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     notes.append(advise_in_cpu(accounts.shapes, plan))
     micro_batches = accounts.block.micro_batches
     notes.append(advise_one_pass(accounts.shapes, plan, accounts.settings, micro_batches))
+    notes.append(
+        advise_wear(
+            accounts.shapes, plan, accounts.settings, accounts.block, ranks=ranks_of_node(args)
+        )
+    )
     if args.config is not None:
         notes.append(advise_pinning(accounts.shapes, plan, accounts.settings))
     if plan.limit_bytes is not None:

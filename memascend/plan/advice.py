@@ -1,18 +1,20 @@
 """Advice from the plan: traffic that more host memory or one pass per step would save, and waste.
 
-Wasteful are settings that take memory without an effect.
+Wasteful are settings that take memory without an effect. Wear is the bytes that steps write.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 from memascend.base.components import PARAMETERS_IN_CPU
 from memascend.base.units import GIB, format_nbytes
-from memascend.config.block import BLOCK_KEY, MicroBatchConfig
+from memascend.config.block import BLOCK_KEY, MemAscendConfig, MicroBatchConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.derive import Plan, derive
+from memascend.plan.request import PlanRequest, why_not_during_backward
 from memascend.plan.shapes import ModelShapes
 from memascend.plan.stock import BUFFERS, POOL, stock
 
@@ -23,6 +25,9 @@ _BUFFER_KEYS = {
 }
 #: The additional memory for which savings are computed.
 MORE_BYTES = GIB
+#: The unit in which makers state endurance; and steps for which writes are told.
+_TB = 10**12
+_STEPS = 1000
 
 
 def advise(shapes: ModelShapes, plan: Plan) -> str:
@@ -98,6 +103,66 @@ def advise_one_pass(
     )
 
 
+def advise_wear(
+    shapes: ModelShapes,
+    plan: Plan,
+    settings: DeepSpeedSettings,
+    block: MemAscendConfig,
+    *,
+    ranks: int = 1,
+    left_bytes: int | None = None,
+) -> str:
+    """Return a line with the bytes that steps write, and the setting that would lower them most.
+
+    Args:
+        shapes: The model.
+        plan: Of one rank.
+        settings: DeepSpeed's.
+        block: As it is now.
+        ranks: Ranks that write to the same drives, taken to be alike.
+        left_bytes: Bytes that the drives say they may still be written; `wear.endurance` comes
+            before it.
+    """
+    step_bytes = ranks * _written_bytes(plan)
+    if not step_bytes:
+        return ""
+    total_bytes = _STEPS * step_bytes
+    text = f"{_STEPS} steps write {total_bytes / _TB:.3g} TB to the drives"
+    endurance, source = block.wear.endurance, "wear.endurance states"
+    if endurance is None:
+        endurance, source = left_bytes, "the drives' own SMART data leaves"
+    if endurance:
+        text += f", {total_bytes / endurance:.2%} of the {endurance / _TB:.3g} TB that {source}"
+    least_bytes, setting = min(
+        (
+            (ranks * _written_bytes(derive(shapes, request=request, limit_bytes=limit)), setting)
+            for request, limit, setting in _fewer_writes(plan, settings, block)
+        ),
+        default=(step_bytes, ""),
+    )
+    if least_bytes >= step_bytes:
+        return text
+    return f"{text}; {1 - least_bytes / step_bytes:.0%} less with {setting}"
+
+
+def _fewer_writes(
+    plan: Plan, settings: DeepSpeedSettings, block: MemAscendConfig
+) -> Iterator[tuple[PlanRequest, int | None, str]]:
+    """Yield what could be set without a change of the results: request, limit, name."""
+    request, limit = plan.request, plan.limit_bytes
+    if request.gradient_accumulation_steps > 1:
+        one_pass = replace(request, gradient_accumulation_steps=1)
+        yield one_pass, limit, "one pass for each step (micro_batches)"
+    optimizer = block.streaming.optimizer.model_copy(update={"during_backward": True})
+    streaming = block.streaming.model_copy(update={"optimizer": optimizer})
+    early = block.model_copy(update={"streaming": streaming})
+    if not request.during_backward and not why_not_during_backward(early, settings):
+        name = "streaming.optimizer.during_backward, for 14 bytes more a parameter on the drive"
+        yield replace(request, during_backward=True), limit, name
+    more = (plan.host_bytes if limit is None else limit) + MORE_BYTES
+    yield request, more, f"{format_nbytes(MORE_BYTES)} more of host_memory_limit"
+
+
 def advise_pinning(
     shapes: ModelShapes, plan: Plan, settings: DeepSpeedSettings, *, locks_for_nothing: bool = False
 ) -> str:
@@ -130,4 +195,8 @@ def advise_pinning(
 
 
 def _moved_bytes(plan: Plan) -> int:
-    return sum(plan.read_bytes.values()) + sum(plan.written_bytes.values())
+    return sum(plan.read_bytes.values()) + _written_bytes(plan)
+
+
+def _written_bytes(plan: Plan) -> int:
+    return sum(plan.written_bytes.values())

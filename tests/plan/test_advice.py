@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.config.block import MicroBatchConfig
+from memascend.config.block import MicroBatchConfig, parse_block
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
-from memascend.plan.advice import advise, advise_in_cpu, advise_one_pass, advise_pinning
+from memascend.plan.advice import (
+    advise,
+    advise_in_cpu,
+    advise_one_pass,
+    advise_pinning,
+    advise_wear,
+)
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
@@ -133,3 +139,59 @@ def test_memory_that_is_locked_for_nothing_is_said_with_its_bytes() -> None:
     assert format_nbytes(plan.host_bytes) in found
     assert advise_pinning(shapes, plan, stated) == ""
     assert advise_pinning(shapes, plan, zero_3({}, {}), locks_for_nothing=True) == ""
+
+
+# -- wear ----------------------------------------------------------------------------------------
+
+NVME = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+ADAM = {"zero_optimization": NVME, "optimizer": {"type": "AdamW"}}
+
+
+def wear_of(
+    request: PlanRequest,
+    block: dict[str, Any] | None = None,
+    ds_config: dict[str, Any] | None = None,
+    **more: Any,
+) -> str:
+    shapes = builtin("Llama-3.1-8B")
+    plan = derive(shapes, request=request, limit_bytes=more.pop("limit_bytes", None))
+    settings = parse_deepspeed(ADAM | (ds_config or {}))
+    return advise_wear(shapes, plan, settings, parse_block(block or {}), **more)
+
+
+def written_tb(request: PlanRequest) -> float:
+    return sum(derive(builtin("Llama-3.1-8B"), request=request).written_bytes.values()) / 1e9
+
+
+def test_wear_is_told_in_the_unit_of_makers_and_for_all_ranks() -> None:
+    expected = written_tb(REQUEST)
+    assert f"1000 steps write {expected:.3g} TB to the drives" in wear_of(REQUEST)
+    assert f"1000 steps write {4 * expected:.3g} TB to the drives" in wear_of(REQUEST, ranks=4)
+
+
+def test_the_stated_endurance_comes_before_that_of_the_drives() -> None:
+    share = written_tb(REQUEST) / 600
+    assert " that " not in wear_of(REQUEST)
+    found = wear_of(REQUEST, left_bytes=600 * 10**12)
+    assert f"{share:.2%} of the 600 TB that the drives' own SMART data leaves" in found
+    found = wear_of(REQUEST, {"wear": {"endurance": "600TB"}}, left_bytes=1)
+    assert f"{share:.2%} of the 600 TB that wear.endurance states" in found
+
+
+def test_the_setting_that_lowers_writes_most_is_named() -> None:
+    early = PlanRequest(during_backward=True)
+    less = 1 - written_tb(early) / written_tb(REQUEST)
+    clipped, unclipped = {"gradient_clipping": 1.0}, {"gradient_clipping": 0.0}
+    found = wear_of(REQUEST, ds_config=unclipped)
+    assert f"; {less:.0%} less with streaming.optimizer.during_backward" in found
+    assert "1.00 GiB more of host_memory_limit" in wear_of(REQUEST, ds_config=clipped)
+    accumulates = PlanRequest(gradient_accumulation_steps=8)
+    one_pass = 1 - written_tb(REQUEST) / written_tb(accumulates)
+    found = wear_of(accumulates, ds_config=clipped)
+    assert found.endswith(f"; {one_pass:.0%} less with one pass for each step (micro_batches)")
+
+
+def test_where_nothing_would_lower_it_no_setting_is_named() -> None:
+    shapes = decoder()
+    plan = derive(shapes, request=REQUEST, limit_bytes=100 * GIB)
+    assert advise_wear(shapes, plan, parse_deepspeed(ADAM), parse_block({})) == ""

@@ -69,6 +69,12 @@ class Attachment:
             device_bytes_peak=_device_bytes_peak(),
         )
 
+    def endurance_left_bytes(self) -> int | None:
+        """Return the bytes that all drives may still be written, by their SMART data; else None."""
+        left = [] if self._drives is None else [one.left_bytes for one in self._drives.drives]
+        known = [nbytes for nbytes in left if nbytes is not None]
+        return sum(known) if known and len(known) == len(left) else None
+
     def adopt(self, plan: Plan) -> None:
         """Resize the runtime's memory to the plan, and log the plan on rank 0."""
         if self._trace is not None:

@@ -9,13 +9,20 @@ from deepspeed import comm as dist
 
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
+from memascend.config.environment import local_world_size
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.recast_parameters import recast_parameters
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.plan.from_optimizer import plan_for
-from memascend.plan.advice import advise, advise_in_cpu, advise_one_pass, advise_pinning
+from memascend.plan.advice import (
+    advise,
+    advise_in_cpu,
+    advise_one_pass,
+    advise_pinning,
+    advise_wear,
+)
 from memascend.plan.derive import Plan
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
@@ -97,7 +104,8 @@ class Construction:
 
     def advice(self, plan: Plan) -> list[str]:
         """Return lines of advice for the log, given the plan."""
-        shapes, runtime = from_module(self._upstream.module), self.attach().runtime
+        attachment = self.attach()
+        shapes, runtime = from_module(self._upstream.module), attachment.runtime
         page_locks = self._config.allocator.enabled and self._config.allocator.page_lock is None
         on_cpu = runtime.new_event is None
         found = (
@@ -105,6 +113,14 @@ class Construction:
             advise_in_cpu(shapes, plan),
             advise_one_pass(shapes, plan, self._settings, self._config.micro_batches),
             advise_pinning(shapes, plan, self._settings, locks_for_nothing=page_locks and on_cpu),
+            advise_wear(
+                shapes,
+                plan,
+                self._settings,
+                self._config,
+                ranks=local_world_size(),
+                left_bytes=attachment.endurance_left_bytes(),
+            ),
         )
         return [line for line in found if line]
 

@@ -54,6 +54,12 @@ def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
     assert stage3.max_params_in_cpu == 0
 
 
+def attachment_of(new_event: Any, left_bytes: int | None = None) -> Any:
+    return SimpleNamespace(
+        runtime=SimpleNamespace(new_event=new_event), endurance_left_bytes=lambda: left_bytes
+    )
+
+
 @pytest.mark.parametrize(
     ("new_event", "allocator", "is_for_nothing"),
     [
@@ -72,7 +78,7 @@ def test_memory_that_the_json_locks_for_no_device_is_said(
         parse_block({"allocator": allocator}),
         parse_deepspeed({"zero_optimization": zero}),
     )
-    attachment: Any = SimpleNamespace(runtime=SimpleNamespace(new_event=new_event))
+    attachment = attachment_of(new_event)
     made._attachment = attachment
     lines = made.advice(derive(decoder(), request=PlanRequest()))
     assert "host_memory_limit" in lines[0]
@@ -86,7 +92,7 @@ def test_a_run_that_accumulates_logs_what_one_pass_would_save(steps: int) -> Non
         parse_block({"micro_batches": {"count": 2}}),
         parse_deepspeed({"train_micro_batch_size_per_gpu": 2}),
     )
-    attachment: Any = SimpleNamespace(runtime=SimpleNamespace(new_event=None))
+    attachment = attachment_of(None)
     made._attachment = attachment
     plan = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=steps))
     lines = [line for line in made.advice(plan) if line.startswith("accumulation over 4 micro-")]
@@ -94,3 +100,18 @@ def test_a_run_that_accumulates_logs_what_one_pass_would_save(steps: int) -> Non
     for line in lines:
         assert "train_micro_batch_size_per_gpu to 8 " in line
         assert '{"micro_batches": {"count": 8}}' in line
+
+
+def test_a_run_logs_at_its_start_how_much_its_steps_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Construction(
+        Upstream(SimpleNamespace(module=torch.nn.Linear(1024, 1024))),
+        parse_block({}),
+        parse_deepspeed({}),
+    )
+    made._attachment = attachment_of(None, left_bytes=10**15)
+    monkeypatch.setattr(construction, "local_world_size", lambda: 2)
+    plan = derive(decoder(), request=PlanRequest())
+    (line,) = (line for line in made.advice(plan) if line.startswith("1000 steps write"))
+    written = 2 * 1000 * sum(plan.written_bytes.values())
+    assert f"{written / 1e12:.3g} TB" in line
+    assert f"{written / 1e15:.2%} of the 1e+03 TB that the drives' own SMART data leaves" in line
