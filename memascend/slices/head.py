@@ -19,14 +19,12 @@ from torch import nn
 
 from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
-from memascend.slices.layers import Batch, Slicer, check_hooks
+from memascend.slices.layers import Batch, Slicer, check_hooks, check_module
+from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
 
-#: Losses of transformers that are sums over labels divided by their number, and whether labels are
-#: those of the next position.
-_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
-_IGNORED_LABEL = -100
-#: Arguments that are used by the base model alone.
-_OF_BASE = ("input_ids", "inputs_embeds", "past_key_values", "use_cache", "pixel_values")
+#: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
+#: `input_ids`.
+_OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "pixel_values"})
 #: Arguments that are used by the loss alone.
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 #: The attribute of an output that computes its logits.
@@ -48,7 +46,7 @@ class SlicedHead:
             return self._original(*arguments, **keywords)
         try:
             given = self._bind(arguments, keywords)
-            loss_function = self._check(given)
+            loss_of = self._check(given, batch)
         except CannotCut as reason:
             self._note(str(reason))
             return self._original(*arguments, **keywords)
@@ -58,7 +56,7 @@ class SlicedHead:
             self._note(f"its forward does not call {self._prefix}")
             return whole.output
         try:
-            return self._run_tail(given, base_output, loss_function, batch)
+            return self._run_tail(given, base_output, loss_of, batch)
         except CannotCut as reason:
             self._note(str(reason))
             with self._base_as(lambda *_, **__: base_output):
@@ -77,8 +75,8 @@ class SlicedHead:
                 given |= given.pop(name, {})
         return given
 
-    def _check(self, given: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Return the model's loss function, if all of the head is known."""
+    def _check(self, given: dict[str, Any], batch: Batch) -> SlicedLoss:
+        """Return the model's loss, if all of the head is known."""
         if given.get("fused_lm_head"):
             raise CannotCut("TRL computes it in chunks of tokens (fused_lm_head)")
         if given.get("labels") is None:
@@ -87,14 +85,20 @@ class SlicedHead:
             raise CannotCut("it returns a tuple (return_dict=False)")
         if self._setting(given, "output_hidden_states"):
             raise CannotCut("its hidden states are asked for (output_hidden_states)")
-        head = self._model.get_output_embeddings()  # type: ignore[operator]
-        if head is not None:
-            check_hooks(head)
+        for module in self._tail():
+            check_hooks(module)
+            check_module(module, is_packed=batch.documents is not None)
         function: Any = getattr(self._model, "loss_function", None)
-        if getattr(function, "__name__", None) not in _LOSSES:
-            raise CannotCut(f"its loss is not one of {', '.join(_LOSSES)}")
-        found: Callable[..., torch.Tensor] = function
-        return found
+        if getattr(function, "__name__", None) not in LOSSES:
+            raise CannotCut(f"its loss is not one of {', '.join(LOSSES)}")
+        config: Any = self._model.config
+        loss_of = SlicedLoss(function, config, given["labels"], given.get("shift_labels"))
+        if loss_of.labels_of is LabelsOf.SEQUENCES:
+            if batch.documents is not None:
+                raise CannotCut("a label belongs to a row of several documents")
+            if config.get_text_config().pad_token_id is None:  # slices of one row need none
+                raise CannotCut("it has no padding token (pad_token_id)")
+        return loss_of
 
     def _setting(self, given: dict[str, Any], name: str) -> Any:
         """Return a setting of the call; of the configuration if it is not given."""
@@ -123,7 +127,7 @@ class SlicedHead:
         self,
         given: dict[str, Any],
         base_output: Any,
-        loss_function: Callable[..., torch.Tensor],
+        loss_of: SlicedLoss,
         batch: Batch,
     ) -> Any:
         hidden = getattr(base_output, "last_hidden_state", None)
@@ -133,16 +137,6 @@ class SlicedHead:
         others = [name for name in given_back - _NOT_OF_LOSS if not name.endswith("hidden_states")]
         if others:
             raise CannotCut(f"its base model also returns {', '.join(sorted(others))}")
-        labels = given["labels"]
-        shifts = _LOSSES[loss_function.__name__] and given.get("shift_labels") is None
-        if shifts:
-            counted = labels[:, 1:]
-        else:
-            counted = given["shift_labels"] if _LOSSES[loss_function.__name__] else labels
-        item_count = given.get("num_items_in_batch")
-        if item_count is None:
-            item_count = (counted != _IGNORED_LABEL).sum()
-        loss_of = _Loss(loss_function, item_count)
         # The output itself would keep hidden states until the graph is gone.
         base_type = type(base_output)
         output_type: list[type] = []
@@ -154,18 +148,16 @@ class SlicedHead:
                     output = self._original(**keywords)
                 except (AttributeError, LookupError, TypeError, ValueError) as error:
                     raise CannotCut(f"it needs more than hidden states: {error}") from error
-            loss = loss_of.take()
-            if loss is None or output.loss is not loss:
-                raise CannotCut("its loss is more than that of its loss function")
             output_type[:] = [type(output)]
-            return loss.reshape(1)
+            return loss_of.take(output.loss, keywords["labels"]).reshape(1)
 
+        pools = loss_of.labels_of is LabelsOf.SEQUENCES
+        of_base = _OF_BASE if pools else _OF_BASE | {"input_ids"}
         keywords = {
-            name: one for name, one in given.items() if one is not None and name not in _OF_BASE
+            name: one for name, one in given.items() if one is not None and name not in of_base
         }
-        if shifts and batch.documents is not None:  # the last label of a slice is in the next one
-            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
-            keywords["shift_labels"] = shifted
+        if loss_of.shifts and batch.documents is not None:  # a last label is in the next slice
+            keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
         losses = self._slicer.run(tail, leaves, self._params(), LossCut(batch.cut(leaves)))
         output = _with_logits_on_demand(output_type[0])(loss=losses.sum())
@@ -195,6 +187,12 @@ class SlicedHead:
     @property
     def _base(self) -> Any:
         return self._model._modules[self._prefix]
+
+    def _tail(self) -> list[nn.Module]:
+        """Return the modules behind the base model, of which a tied head may be a part."""
+        modules = [one for name, one in self._model.named_children() if name != self._prefix]
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        return modules if head is None else [*modules, head]
 
     def _params(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters behind the base model, with a tied head's."""
@@ -281,26 +279,6 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
-
-
-class _Loss:
-    """A loss function of which each slice computes its share."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], item_count: Any) -> None:
-        self._function, self._item_count = function, item_count
-        self._value: torch.Tensor | None = None
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        if keywords.get("ignore_index", _IGNORED_LABEL) != _IGNORED_LABEL:
-            raise CannotCut(f"its loss ignores the label {keywords['ignore_index']}")
-        keywords["num_items_in_batch"] = self._item_count
-        self._value = self._function(*arguments, **keywords)
-        return self._value
-
-    def take(self) -> torch.Tensor | None:
-        """Return the last value, whose graph keeps the hidden states of the whole batch."""
-        value, self._value = self._value, None
-        return value
 
 
 def _loss_as_nothing() -> None:

@@ -152,7 +152,7 @@ class Slicer:
         params = tuple(module.parameters())
         weights = self._weights_of(params)  # also of a call that is not cut: they are used
         try:
-            _check_module(module, is_packed=batch.documents is not None)
+            check_module(module, is_packed=batch.documents is not None)
             check_hooks(module)
             cut = self._cut(batch, leaves, module, is_layer=is_layer)
             kept = _kept_tensors(module)
@@ -229,7 +229,7 @@ def _unpack(
     return module, function, Leaves.of(arguments, keywords)
 
 
-def _check_module(module: nn.Module, *, is_packed: bool) -> None:
+def check_module(module: nn.Module, *, is_packed: bool) -> None:
     """Raise CannotCut if the output of one sequence may depend on others.
 
     In a row that `is_packed` also if tokens may depend on others by more than attention.

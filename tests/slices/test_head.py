@@ -149,6 +149,15 @@ class ReturnsMore(transformers.LlamaForCausalLM):
         )
 
 
+class AddsToLoss(transformers.LlamaForCausalLM):
+    """Adds to its loss in place, as mixtures of experts do."""
+
+    def forward(self, **keywords: Any) -> Any:
+        output = super().forward(**keywords)
+        output.loss += self.lm_head.weight.square().mean()
+        return output
+
+
 @dataclass
 class More(transformers.utils.ModelOutput):
     """What that one returns."""
@@ -166,6 +175,7 @@ class More(transformers.utils.ModelOutput):
         (OtherLabel, "ignores the label 7"),
         (ReadsStates, "more than hidden states: 'NoneType'"),
         (ReturnsMore, "also returns pooled"),
+        (AddsToLoss, "its loss is more than that of its loss function"),
     ],
 )
 def test_a_head_that_uses_more_stays_whole(

@@ -1,0 +1,124 @@
+"""The losses of transformers that a head computes in slices.
+
+Each is a sum over labels divided by their number. A slice computes its part of the sum, divided by
+the number of labels of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.slices.cut import CannotCut
+
+_IGNORED_LABEL = -100
+#: The problem of a classifier whose loss counts labels that are not ignored. The losses of other
+#: problems are means over all outputs, and no argument tells them another number.
+_ONE_OF_CLASSES = "single_label_classification"
+
+
+class LabelsOf(Enum):
+    """The parts of a batch that have a label each."""
+
+    NEXT_TOKENS = auto()  # the label of a token is at the position behind it
+    TOKENS = auto()
+    SEQUENCES = auto()
+
+
+#: By the name of the loss function.
+LOSSES = {
+    "ForCausalLMLoss": LabelsOf.NEXT_TOKENS,
+    "ForMaskedLMLoss": LabelsOf.TOKENS,
+    "ForTokenClassification": LabelsOf.TOKENS,
+    "ForSequenceClassificationLoss": LabelsOf.SEQUENCES,
+}
+
+
+class SlicedLoss:
+    """A loss function of which each slice computes its share."""
+
+    def __init__(
+        self,
+        function: Callable[..., torch.Tensor],
+        config: Any,
+        labels: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+    ) -> None:
+        """Count the labels of the whole batch.
+
+        Args:
+            function: One of `LOSSES`.
+            config: The configuration that the model gives it.
+            labels: Those of the whole batch, one for each token or sequence. A sequence may have a
+                vector of floating point.
+            shift_labels: Those of the next tokens, if the model is given them.
+
+        Raises:
+            CannotCut: A sequence has another number of labels than the model has outputs for it.
+        """
+        self._function, self._labels = function, labels
+        #: The parts of the batch that have a label each.
+        self.labels_of = LOSSES[function.__name__]
+        #: Whether the label of a slice's last token may belong to the next slice.
+        self.shifts = self.labels_of is LabelsOf.NEXT_TOKENS and shift_labels is None
+        counted = labels
+        if self.shifts:
+            counted = labels[:, 1:]
+        elif self.labels_of is LabelsOf.NEXT_TOKENS and shift_labels is not None:
+            counted = shift_labels
+        self._item_count = (counted != _IGNORED_LABEL).sum()
+        of_sequences = self.labels_of is LabelsOf.SEQUENCES
+        self._is_mean = of_sequences and _is_mean_of_outputs(config, labels)
+        if self._is_mean and labels.numel() != len(labels) * config.num_labels:
+            raise CannotCut(
+                f"it is given labels of shape {tuple(labels.shape)}, and has {config.num_labels} "
+                "outputs for each sequence"
+            )
+        self._value: torch.Tensor | None = None
+        self._version = 0
+
+    def shifted(self) -> torch.Tensor:
+        """Return the labels of the next tokens, each at the position of its token."""
+        return nn.functional.pad(self._labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Return the loss of a slice, as the model calls its loss function.
+
+        Raises:
+            CannotCut: It ignores another label.
+        """
+        if keywords.get("ignore_index", _IGNORED_LABEL) != _IGNORED_LABEL:
+            raise CannotCut(f"its loss ignores the label {keywords['ignore_index']}")
+        if keywords.get("num_items_in_batch") is None:
+            keywords["num_items_in_batch"] = self._item_count
+        self._value = self._function(*arguments, **keywords)
+        self._version = self._value._version
+        return self._value
+
+    def take(self, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return a slice's share of the loss of the whole batch.
+
+        The last value is forgotten: its graph keeps the hidden states of the whole batch.
+
+        Args:
+            loss: The loss that the model returned.
+            labels: Those of the slice.
+
+        Raises:
+            CannotCut: The model did not return the value of its loss function.
+        """
+        value, self._value = self._value, None
+        if value is None or loss is not value or value._version != self._version:
+            raise CannotCut("its loss is more than that of its loss function")
+        return value * (labels.numel() / self._labels.numel()) if self._is_mean else value
+
+
+def _is_mean_of_outputs(config: Any, labels: torch.Tensor) -> bool:
+    """Return whether a classifier's loss is a mean over outputs, by the rules of transformers."""
+    if config.problem_type is not None:
+        return bool(config.problem_type != _ONE_OF_CLASSES)
+    return config.num_labels == 1 or labels.dtype not in (torch.long, torch.int)

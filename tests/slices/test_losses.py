@@ -1,0 +1,192 @@
+"""Losses of classifiers in slices are those of the whole batch, and of as many micro-steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.sliced_models import LENGTH, ROWS, assert_close, gradients, run, sliced
+
+VOCABULARY = 32
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+#: Problem, number of outputs, and shape and dtype of labels.
+PROBLEMS: dict[str, tuple[str | None, int, tuple[int, ...], torch.dtype]] = {
+    "regression": ("regression", 1, (ROWS,), torch.float32),
+    "regression of columns": ("regression", 1, (ROWS, 1), torch.float32),
+    "regression of vectors": ("regression", 3, (ROWS, 3), torch.float32),
+    "classes": (SINGLE, 3, (ROWS,), torch.int64),
+    "several classes": (MULTI, 3, (ROWS, 3), torch.float32),
+    "one class of numbers": (None, 3, (ROWS,), torch.int64),
+    "several of vectors": (None, 3, (ROWS, 3), torch.float32),
+    "regression of integers": (None, 1, (ROWS,), torch.int64),
+}
+
+
+def classifier(
+    count: int, problem: str | None, made: Any = transformers.LlamaForSequenceClassification
+) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    config.num_labels, config.problem_type, config.classifier_dropout = count, problem, 0.0
+    model = made(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def rows_of(shape: tuple[int, ...], dtype: torch.dtype, classes: int) -> dict[str, torch.Tensor]:
+    """Rows of different lengths."""
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
+    mask = torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (ROWS, 1))
+    labels = torch.randint(classes, shape) if dtype == torch.int64 else torch.rand(shape)
+    return {"input_ids": ids * mask, "attention_mask": mask.long(), "labels": labels}
+
+
+def make(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    problem, count, shape, dtype = PROBLEMS[kind]
+    return classifier(count, problem), rows_of(shape, dtype, count)
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_a_classifier_in_slices_has_the_loss_of_the_whole_batch(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, inputs = make(kind)
+    loss, expected = run(model, inputs, 0)
+    for count in (1, 3, 4, 6):  # 4: slices of two rows and of one
+        with caplog.at_level(logging.WARNING):
+            found_loss, found = run(model, inputs, count)
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_close(found, expected)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_a_classifier_in_slices_has_the_bits_of_micro_steps(kind: str) -> None:
+    model, inputs = make(kind)
+    for first in range(0, ROWS, ROWS // 2):
+        rows = {name: one[first : first + ROWS // 2] for name, one in inputs.items()}
+        (model(**rows).loss / 2).backward()
+    expected = gradients(model)
+    found = run(model, inputs, 2)[1]
+    assert found.keys() == expected.keys()
+    assert [name for name, one in expected.items() if not torch.equal(found[name], one)] == []
+
+
+def test_ignored_labels_are_not_counted_in_any_slice() -> None:
+    model, inputs = make("classes")
+    inputs["labels"][[0, 1, 4]] = -100  # all of a slice
+    loss, expected = run(model, inputs, 0)
+    found_loss, found = run(model, inputs, 3)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_a_number_of_items_that_the_model_ignores_is_ignored() -> None:
+    """The Trainer gives it to all models with any keywords; classifiers pass it on to no loss."""
+    model, inputs = make("classes")
+    loss, expected = run(model, inputs, 0)
+    found_loss, found = run(model, inputs | {"num_items_in_batch": torch.tensor(77)}, 3)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_labels_of_tokens_are_counted_over_all_slices(caplog: pytest.LogCaptureFixture) -> None:
+    model = classifier(3, None, transformers.LlamaForTokenClassification)
+    inputs = rows_of((ROWS, LENGTH), torch.int64, 3)
+    inputs["labels"].masked_fill_(inputs["attention_mask"] == 0, -100)
+    loss, expected = run(model, inputs, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 4)
+    assert caplog.text == ""
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_a_batch_without_a_padding_token_stays_an_error_in_slices_of_one_row() -> None:
+    model, inputs = make("classes")
+    model.config.pad_token_id = None
+    with (
+        pytest.raises(ValueError, match="no padding token"),
+        sliced(model).running((), inputs, lambda _: ROWS),
+    ):
+        model(**inputs)
+
+
+def test_a_script_reads_the_logits_of_all_rows() -> None:
+    model, inputs = make("classes")
+    expected = model(**inputs).logits
+    assert expected.shape == (ROWS, 3)
+    with sliced(model).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    assert torch.equal(output.logits, expected)
+
+
+def one_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Two documents in a row, without padding."""
+    half = torch.arange(LENGTH // 2)
+    return {
+        "input_ids": inputs["input_ids"][:1].clamp(min=1),
+        "position_ids": torch.cat([half, half])[None],
+        "labels": inputs["labels"][:1],
+    }
+
+
+def embedded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows that are embedded outside of the model."""
+    embeddings = torch.randn(ROWS, LENGTH, 32)
+    return {"inputs_embeds": embeddings, "labels": inputs["labels"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "reason"),
+    [
+        ("classes", one_row, "a row of several documents"),
+        ("classes", embedded, "more than hidden states"),
+    ],
+)
+def test_a_classifier_that_cannot_be_cut_stays_whole(
+    kind: str, changed: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, inputs = make(kind)
+    inputs = changed(inputs)
+    loss, expected = run(model, inputs, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 2)
+    assert reason in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_labels_that_are_broadcast_over_rows_keep_the_head_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch's mean compares each of six outputs with the label of another row."""
+    model, inputs = classifier(ROWS, "regression"), rows_of((ROWS,), torch.float32, 0)
+    loss, expected = run(model, inputs, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 3)
+    assert f"labels of shape ({ROWS},), and has {ROWS} outputs" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_a_hook_on_a_classifier_sees_the_whole_batch(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = make("classes")
+    seen: list[torch.Tensor] = []
+    model.score.register_forward_hook(lambda *call: seen.append(call[2]))
+    with caplog.at_level(logging.WARNING):
+        run(model, inputs, 3)
+    assert "has a hook, " in caplog.text
+    assert [(len(one), one.requires_grad) for one in seen] == [(ROWS, True)]
