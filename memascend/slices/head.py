@@ -160,7 +160,10 @@ class SlicedHead:
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
         losses = self._slicer.run(tail, leaves, self._params(), LossCut(batch.cut(leaves)))
-        output = _with_logits_on_demand(output_type[0])(loss=losses.sum())
+        # Classifiers compute in the model's dtype, in which a sum would lose digits.
+        sum_dtype = torch.promote_types(losses.dtype, torch.float32)
+        loss = losses.sum(dtype=sum_dtype)
+        output = _with_logits_on_demand(output_type[0])(loss=loss)
         read = functools.partial(self._read_logits, base_type, hidden.detach(), keywords)
         object.__setattr__(output, _READ, read)
         return output

@@ -136,6 +136,14 @@ class Ways:
         """Train a head of two classes over a decoder."""
         return self._train("sequence_classification", model=classifier, train_dataset=Classes())
 
+    def classification_of_mean_loss(self) -> Found:
+        """Likewise, with a model that tells the Trainer to divide its loss by micro-steps."""
+        return self._train(
+            "classification_of_mean_loss",
+            model=lambda: classifier(accepts_loss_kwargs=False),
+            train_dataset=Classes(),
+        )
+
     def lora(self) -> Found:
         """Train adapters alone."""
         return self._train("lora", model=adapted)
@@ -332,13 +340,18 @@ def language_model(**changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
 
 
-def classifier() -> Any:
-    """Return a decoder with a head of two classes, which is made outside zero.Init."""
+def classifier(*, accepts_loss_kwargs: bool = True) -> Any:
+    """Return a decoder with a head of two classes, which is made outside zero.Init.
+
+    Its loss is given no number of items. If it `accepts_loss_kwargs`, as its signature says, the
+    Trainer believes that it is, and does not divide the loss by the micro-steps of a step.
+    """
     transformers.set_seed(11)
     shape = transformers.LlamaConfig(**SHAPE | {"pad_token_id": None}, num_labels=2)
     model = transformers.LlamaForSequenceClassification(shape)
     # Not before: a partitioned embedding has no row to be made zero.
     model.config.pad_token_id = 0
+    model.accepts_loss_kwargs = accepts_loss_kwargs
     return model
 
 

@@ -22,14 +22,14 @@ PROGRAM = Path(__file__).with_name("slices_program.py")
 ROWS, COUNT = 2, 4  # of a slice, and of slices
 BITS = (
     *("nonreentrant", "reentrant", "short_last_batch", "evaluation", "lora", "lora_reentrant"),
-    *("accelerate_loop", "accuracy_in_training"),
+    *("accelerate_loop", "accuracy_in_training", "classification_of_mean_loss"),
 )
 SAVED = ("resumed", "uninterrupted")
 #: What is left whole in each of the others, by the words of the log.
 CLOSE: dict[str, tuple[str, ...]] = {
     "tied": (),
     "label_smoothing": ("the head of LlamaForCausalLM",),
-    "sequence_classification": ("the head of LlamaForSequenceClassification",),
+    "sequence_classification": (),
     "sft": ("fused_lm_head",),
     "sft_packed": ("fused_lm_head",),
     "sft_wrapped": ("fused_lm_head",),

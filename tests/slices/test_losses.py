@@ -84,6 +84,16 @@ def test_a_classifier_in_slices_has_the_bits_of_micro_steps(kind: str) -> None:
     assert [name for name, one in expected.items() if not torch.equal(found[name], one)] == []
 
 
+def test_a_loss_in_bf16_is_added_up_without_rounding() -> None:
+    model, inputs = make("classes")
+    model = model.to(torch.bfloat16)
+    parts = [{name: one[at : at + 2] for name, one in inputs.items()} for at in range(0, 4, 2)]
+    expected = sum(model(**rows).loss.double() / 2 for rows in parts)
+    four = {name: one[:4] for name, one in inputs.items()}
+    with sliced(model).running((), four, lambda _: 2):
+        assert model(**four).loss.double() == expected
+
+
 def test_ignored_labels_are_not_counted_in_any_slice() -> None:
     model, inputs = make("classes")
     inputs["labels"][[0, 1, 4]] = -100  # all of a slice
