@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,16 @@ _OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "pixel_va
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 #: The attribute of an output that computes its logits.
 _READ = "_read_logits"
-#: Outputs of a base model that no loss is made of.
-_NOT_OF_LOSS = {"last_hidden_state", "past_key_values", "attentions", "rope_deltas"}
+#: Outputs of a base model that no loss of a slice is made of.
+_NOT_OF_LOSS = {
+    "last_hidden_state",
+    "past_key_values",
+    "attentions",
+    "rope_deltas",
+    "router_logits",
+}
+#: Errors of a model that is given less than it needs.
+_MISSING = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class SlicedHead:
@@ -137,6 +145,7 @@ class SlicedHead:
         others = [name for name in given_back - _NOT_OF_LOSS if not name.endswith("hidden_states")]
         if others:
             raise CannotCut(f"its base model also returns {', '.join(sorted(others))}")
+        rest = self._run_rest(given, base_output)
         # The output itself would keep hidden states until the graph is gone.
         base_type = type(base_output)
         output_type: list[type] = []
@@ -146,7 +155,7 @@ class SlicedHead:
             with self._base_as(lambda *_, **__: made), self._loss_as(loss_of):
                 try:
                     output = self._original(**keywords)
-                except (AttributeError, LookupError, TypeError, ValueError) as error:
+                except _MISSING as error:
                     raise CannotCut(f"it needs more than hidden states: {error}") from error
             output_type[:] = [type(output)]
             return loss_of.take(output.loss, keywords["labels"]).reshape(1)
@@ -156,6 +165,8 @@ class SlicedHead:
         keywords = {
             name: one for name, one in given.items() if one is not None and name not in of_base
         }
+        if rest:
+            keywords["output_router_logits"] = False
         if loss_of.shifts and batch.documents is not None:  # a last label is in the next slice
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
@@ -163,10 +174,38 @@ class SlicedHead:
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
         loss = losses.sum(dtype=sum_dtype)
-        output = _with_logits_on_demand(output_type[0])(loss=loss)
+        if rest:
+            loss = loss + rest.pop("loss")
+        output = _with_logits_on_demand(output_type[0])(loss=loss, **rest)
         read = functools.partial(self._read_logits, base_type, hidden.detach(), keywords)
         object.__setattr__(output, _READ, read)
         return output
+
+    def _run_rest(self, given: dict[str, Any], base_output: Any) -> dict[str, Any]:
+        """Return the outputs that are no sums over slices; none without router logits.
+
+        The model computes the loss of the whole batch's router logits, and is given no hidden
+        states: its "loss" is that one alone.
+
+        Raises:
+            CannotCut: It computes none without hidden states.
+        """
+        logits = getattr(base_output, "router_logits", None)
+        if logits is None:
+            return {}
+        none = base_output.last_hidden_state.detach()[:, :0]
+        made = type(base_output)(last_hidden_state=none, router_logits=logits)
+        with (
+            self._slicer.slicing(None),
+            self._base_as(lambda *_, **__: made),
+            self._output_embeddings_as(lambda states: states),
+            self._loss_as(lambda *_, **__: none.new_zeros((), dtype=torch.float32)),
+        ):
+            try:
+                output = self._original(**given)
+            except _MISSING as error:
+                raise CannotCut(f"its loss of router logits needs more: {error}") from error
+        return {name: one for name, one in output.items() if name != "logits"}
 
     def _read_logits(
         self, base_type: Callable[..., Any], hidden: torch.Tensor, keywords: dict[str, Any]
@@ -206,14 +245,24 @@ class SlicedHead:
             params += [param for param in head.parameters() if id(param) in of_base]
         return tuple(params)
 
+    def _base_as(self, call: Callable[..., Any]) -> AbstractContextManager[None]:
+        return self._child_as(self._prefix, call)
+
+    def _output_embeddings_as(self, call: Callable[..., Any]) -> AbstractContextManager[None]:
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        for name, child in self._model.named_children():
+            if child is head:
+                return self._child_as(name, call)
+        raise CannotCut("its output embeddings are in another module")
+
     @contextmanager
-    def _base_as(self, stand_in: Callable[..., Any]) -> Iterator[None]:
-        base = self._base
-        self._model._modules[self._prefix] = _StandIn(base, stand_in)  # type: ignore[assignment]
+    def _child_as(self, name: str, call: Callable[..., Any]) -> Iterator[None]:
+        child: Any = self._model._modules[name]
+        self._model._modules[name] = _StandIn(child, call)  # type: ignore[assignment]
         try:
             yield
         finally:
-            self._model._modules[self._prefix] = base
+            self._model._modules[name] = child
 
     @contextmanager
     def _loss_as(self, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
@@ -272,16 +321,16 @@ class _WholeOutput(_Output):
 
 
 class _StandIn:
-    """Is called in place of the base model, and has its attributes."""
+    """Is called in place of a module, and has its attributes."""
 
-    def __init__(self, base: nn.Module, call: Callable[..., Any]) -> None:
-        self._base, self._call = base, call
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._call(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
+        return getattr(self._module, name)
 
 
 def _loss_as_nothing() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
+from memascend.slices.routers import recorded
 from memascend.slices.sliced import SlicedCall, SliceWeights
 
 log = logging.getLogger(__name__)
@@ -156,9 +157,12 @@ class Slicer:
             check_hooks(module)
             cut = self._cut(batch, leaves, module, is_layer=is_layer)
             kept = _kept_tensors(module)
+            routers = recorded()
+            if routers is not None:
+                call = routers.outputs_of(call)
             output = self.run(call, leaves, params, cut, weights)
             _check_kept(kept, _kept_tensors(module))
-            return output
+            return output if routers is None else routers.take(output)
         except CannotCut as reason:
             self.note(type(module).__name__, str(reason))
         del weights

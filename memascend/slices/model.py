@@ -20,6 +20,7 @@ from memascend.slices.cut import Leaves
 from memascend.slices.documents import Documents, find_documents
 from memascend.slices.head import SlicedHead
 from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer, is_of_transformers
+from memascend.slices.routers import are_collected
 
 #: Where transformers keeps a layer's checkpoint function.
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
@@ -137,7 +138,7 @@ def batch_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int | N
 def _recorded(module: nn.Module, keywords: Mapping[str, Any]) -> str | None:
     """Return the setting with which values inside of layers are collected, if one is on."""
     configs = [one.config for one in module.modules() if hasattr(one, "config")]
-    for name in _RECORDING:
+    for name in _RECORDING[:1] if are_collected() else _RECORDING:
         if keywords.get(name, any(getattr(config, name, False) for config in configs)):
             return name
     return None

@@ -144,6 +144,10 @@ class Ways:
             train_dataset=Classes(),
         )
 
+    def router_loss(self) -> Found:
+        """Train a mixture of experts with the loss of its router logits."""
+        return self._train("router_loss", model=mixture)
+
     def lora(self) -> Found:
         """Train adapters alone."""
         return self._train("lora", model=adapted)
@@ -353,6 +357,15 @@ def classifier(*, accepts_loss_kwargs: bool = True) -> Any:
     model.config.pad_token_id = 0
     model.accepts_loss_kwargs = accepts_loss_kwargs
     return model
+
+
+def mixture() -> Any:
+    """Return a small mixture of experts, whose router loss weighs 50 times its usual weight."""
+    transformers.set_seed(11)
+    shape = transformers.MixtralConfig(
+        **SHAPE, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.05
+    )
+    return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
 
 
 def adapted() -> Any:

@@ -25,6 +25,8 @@ BITS = (
     *("accelerate_loop", "accuracy_in_training", "classification_of_mean_loss"),
 )
 SAVED = ("resumed", "uninterrupted")
+#: Means over the padded rows of a batch, and losses of its routers.
+OF_WHOLE_BATCH = ("accelerate_loop_of_padded_rows", "router_loss")
 #: What is left whole in each of the others, by the words of the log.
 CLOSE: dict[str, tuple[str, ...]] = {
     "tied": (),
@@ -130,15 +132,16 @@ def test_a_loss_of_logits_ends_in_an_error_that_names_the_setting(tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_loop_without_a_number_of_items_has_the_mean_of_the_whole_batch(tmp_path: Path) -> None:
-    """Accumulation has the mean of the micro-steps' means, which is another loss with padding."""
-    name = "accelerate_loop_of_padded_rows"
-    expected = train(tmp_path / "cpu", (name,), slices=False, whole=True)
-    found = train(tmp_path / "drive", (name,), slices=True)
-    worst = difference(found.weights[name], expected.weights[name])
-    print(f"{name}: weights {worst:.1e}")
-    assert worst <= WEIGHTS_REL
-    assert found.losses(name) == pytest.approx(expected.losses(name), rel=1e-4)
+def test_a_loss_that_is_no_sum_over_rows_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    """Accumulation has another loss: the mean, or the sum, of those of micro-steps."""
+    expected = train(tmp_path / "cpu", OF_WHOLE_BATCH, slices=False, whole=True)
+    found = train(tmp_path / "drive", OF_WHOLE_BATCH, slices=True)
+    for name in OF_WHOLE_BATCH:
+        worst = difference(found.weights[name], expected.weights[name])
+        print(f"{name}: weights {worst:.1e}")
+        assert worst <= WEIGHTS_REL
+        assert found.losses(name) == pytest.approx(expected.losses(name), rel=1e-4)
+    assert found.whole == {}
 
 
 @pytest.mark.full

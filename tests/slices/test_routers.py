@@ -1,0 +1,120 @@
+"""Router logits of the whole batch come from slices, with their gradient."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.sliced_models import (
+    LENGTH,
+    ROWS,
+    assert_close,
+    batch,
+    gradients,
+    make,
+    run,
+    sliced,
+)
+
+FAMILIES = ("mixtral-untied", "qwen2_moe-untied", "qwen3_moe-untied")
+
+
+def experts(family: str, *, weight: float = 0.5) -> tuple[Any, dict[str, Any]]:
+    """A mixture whose router loss is as large as its other one."""
+    model: Any = make(family)
+    model.config.output_router_logits = True
+    model.router_aux_loss_coef = weight
+    return model, batch(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_router_loss_is_that_of_the_whole_batch(
+    family: str, padded: bool, caplog: pytest.LogCaptureFixture, passes: list[Any]
+) -> None:
+    model, inputs = experts(family)
+    if not padded:
+        del inputs["attention_mask"]
+    loss, expected = run(model, inputs, 0)
+    for count in (1, 4, 6):
+        passes.clear()
+        with caplog.at_level(logging.WARNING):
+            found_loss, found = run(model, inputs, count)
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_close(found, expected)
+        assert all(numbers == list(range(count)) for _, numbers in passes)
+        assert len(passes) == 2 * 5  # an embedding, layers, a norm and the head
+    assert caplog.text == ""
+    model.router_aux_loss_coef = 0.0
+    without = run(model, inputs, 0)[1]
+    gate = next(name for name in expected if "gate.weight" in name)
+    assert (without[gate] - expected[gate]).norm() > 0.1 * expected[gate].norm()
+
+
+def test_a_script_reads_router_logits_and_their_loss() -> None:
+    model, inputs = experts("mixtral-untied")
+    expected = model(**inputs)
+    with sliced(model).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    assert len(output.router_logits) == len(expected.router_logits) == 2
+    for found, other in zip(output.router_logits, expected.router_logits, strict=True):
+        assert found.shape == (ROWS * LENGTH, 4)
+        torch.testing.assert_close(found, other)
+        assert found.requires_grad
+    torch.testing.assert_close(output.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(output.logits, expected.logits)
+
+
+def test_a_loss_of_router_logits_of_a_script_has_its_gradient() -> None:
+    model, inputs = experts("qwen3_moe-untied", weight=0.0)
+    found = []
+    for slices in (False, True):
+        if slices:
+            with sliced(model).running((), inputs, lambda _: 3):
+                output = model(**inputs)
+        else:
+            output = model(**inputs)
+        (output.loss + sum(one.square().mean() for one in output.router_logits)).backward()
+        found.append(gradients(model))
+    assert_close(found[1], found[0])
+
+
+def test_layers_of_a_head_that_stays_whole_record_router_logits_in_slices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = experts("mixtral-untied")
+    loss, expected = run(model, inputs, 0)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 3)
+    assert "the head of MixtralForCausalLM computes the whole batch at once" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_a_layer_that_cannot_be_cut_records_router_logits_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = experts("mixtral-untied")
+    loss, expected = run(model, inputs, 0)
+    model.model.layers[1].add_module("extra", nn.BatchNorm1d(1, affine=False))
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 3)
+    assert "computes statistics of the batch" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_an_older_transformers_keeps_the_model_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, passes: list[Any]
+) -> None:
+    model, inputs = experts("mixtral-untied")
+    monkeypatch.setattr("memascend.slices.routers._FILE", "transformers.of_old")
+    with caplog.at_level(logging.WARNING):
+        run(model, inputs, 3)
+    assert "output_router_logits is on" in caplog.text
+    assert passes == []
