@@ -80,9 +80,11 @@ class Ways:
     def __init__(self, config: Path, folder: Path, rows: int, accumulation: int) -> None:
         self._config, self._folder = config, folder
         self._rows, self._accumulation = rows, accumulation
-        self.toy = folder / "toy"
+        self.toy, self.experts = folder / "toy", folder / "experts"
         transformers.set_seed(1)
-        runpy.run_path(str(EXAMPLES / "toy.py"))["llama"](self.toy)
+        write = runpy.run_path(str(EXAMPLES / "toy.py"))
+        write["llama"](self.toy)
+        write["mixtral"](self.experts)
 
     def nonreentrant(self) -> Found:
         """Train on padded rows."""
@@ -180,6 +182,10 @@ class Ways:
         """Train with TRL on conversations."""
         return self._sft("sft")
 
+    def sft_experts(self) -> Found:
+        """Train a mixture of experts with TRL, which adds the loss of router logits."""
+        return self._sft("sft_experts", model=self.experts)
+
     def sft_packed(self) -> Found:
         """Train with TRL on conversations that are packed into one row."""
         return self._sft("sft_packed", packing=True)
@@ -247,7 +253,14 @@ class Ways:
         return self._train_trl(name, trl.SFTTrainer, trl.SFTConfig, rows, **changes)
 
     def _train_trl(
-        self, name: str, trainer_class: Any, config_class: Any, rows: Any, **changes: Any
+        self,
+        name: str,
+        trainer_class: Any,
+        config_class: Any,
+        rows: Any,
+        *,
+        model: Path | None = None,
+        **changes: Any,
     ) -> Found:
         accelerate.state.AcceleratorState._reset_state()
         arguments = config_class(
@@ -260,7 +273,7 @@ class Ways:
             }
             | changes
         )
-        trainer = trainer_class(model=str(self.toy), args=arguments, train_dataset=rows)
+        trainer = trainer_class(model=str(model or self.toy), args=arguments, train_dataset=rows)
         trainer.train()
         return self._found(name, trainer)
 
@@ -360,10 +373,10 @@ def classifier(*, accepts_loss_kwargs: bool = True) -> Any:
 
 
 def mixture() -> Any:
-    """Return a small mixture of experts, whose router loss weighs 50 times its usual weight."""
+    """Return a small mixture of experts, whose router loss has the weight of Mixtral 8x7B."""
     transformers.set_seed(11)
     shape = transformers.MixtralConfig(
-        **SHAPE, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.05
+        **SHAPE, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.02
     )
     return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
 

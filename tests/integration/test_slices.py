@@ -26,7 +26,7 @@ BITS = (
 )
 SAVED = ("resumed", "uninterrupted")
 #: Means over the padded rows of a batch, and losses of its routers.
-OF_WHOLE_BATCH = ("accelerate_loop_of_padded_rows", "router_loss")
+OF_WHOLE_BATCH = ("accelerate_loop_of_padded_rows", "router_loss", "sft_experts")
 #: What is left whole in each of the others, by the words of the log.
 CLOSE: dict[str, tuple[str, ...]] = {
     "tied": (),
@@ -141,6 +141,8 @@ def test_a_loss_that_is_no_sum_over_rows_is_that_of_the_whole_batch(tmp_path: Pa
         print(f"{name}: weights {worst:.1e}")
         assert worst <= WEIGHTS_REL
         assert found.losses(name) == pytest.approx(expected.losses(name), rel=1e-4)
+    (line,) = found.whole.pop("sft_experts")
+    assert "fused_lm_head" in line
     assert found.whole == {}
 
 

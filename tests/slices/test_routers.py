@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.utils import output_capturing
 
+from memascend.slices.routers import recorded
 from tests.support.sliced_models import (
     LENGTH,
     ROWS,
@@ -67,6 +69,38 @@ def test_a_script_reads_router_logits_and_their_loss() -> None:
         assert found.requires_grad
     torch.testing.assert_close(output.aux_loss, expected.aux_loss)
     torch.testing.assert_close(output.logits, expected.logits)
+
+
+def test_the_head_computes_slices_alone() -> None:
+    """Its weights would be read from the drive once more, for the loss of router logits."""
+    model, inputs = experts("mixtral-untied")
+    seen: list[int] = []
+    whole = model.lm_head.forward
+    model.lm_head.forward = lambda states: (seen.append(states.shape[0]), whole(states))[1]
+    with sliced(model).running((), inputs, lambda _: 3):
+        model(**inputs)
+    assert seen == [2, 2, 2]
+
+
+def test_a_layer_returns_what_it_returned_before() -> None:
+    collected: dict[str, list[Any]] = {"router_logits": []}
+    states, logits = torch.zeros(2, 3), torch.zeros(2, 1)
+
+    def layer(*outputs: Any) -> Any:
+        output_capturing._active_collector.get()["router_logits"].append(logits)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    token = output_capturing._active_collector.set(collected)
+    try:
+        for given in ((states,), (states, None)):
+            routers = recorded()
+            assert routers is not None
+            found = routers.take(routers.outputs_of(layer)(*given))
+            assert found is states if len(given) == 1 else found == given
+    finally:
+        output_capturing._active_collector.reset(token)
+    assert [one is logits for one in collected["router_logits"]] == [True, True]
+    assert recorded() is None
 
 
 def test_a_loss_of_router_logits_of_a_script_has_its_gradient() -> None:
