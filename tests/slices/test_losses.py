@@ -41,7 +41,7 @@ def classifier(
     )
     config.num_labels, config.problem_type, config.classifier_dropout = count, problem, 0.0
     model = made(config).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
 

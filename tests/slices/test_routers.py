@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.utils import output_capturing
 
 from memascend.slices.routers import recorded
 from tests.support.sliced_models import (
@@ -21,6 +20,8 @@ from tests.support.sliced_models import (
     run,
     sliced,
 )
+
+output_capturing = pytest.importorskip("transformers.utils.output_capturing")
 
 FAMILIES = ("mixtral-untied", "qwen2_moe-untied", "qwen3_moe-untied")
 
