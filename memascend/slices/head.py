@@ -145,7 +145,6 @@ class SlicedHead:
         others = [name for name in given_back - _NOT_OF_LOSS if not name.endswith("hidden_states")]
         if others:
             raise CannotCut(f"its base model also returns {', '.join(sorted(others))}")
-        rest = self._run_rest(given, base_output)
         # The output itself would keep hidden states until the graph is gone.
         base_type = type(base_output)
         output_type: list[type] = []
@@ -165,8 +164,8 @@ class SlicedHead:
         keywords = {
             name: one for name, one in given.items() if one is not None and name not in of_base
         }
-        if rest:
-            keywords["output_router_logits"] = False
+        if getattr(base_output, "router_logits", None) is not None:
+            keywords["output_router_logits"] = False  # their loss is no sum over slices
         if loss_of.shifts and batch.documents is not None:  # a last label is in the next slice
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
@@ -174,6 +173,7 @@ class SlicedHead:
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
         loss = losses.sum(dtype=sum_dtype)
+        rest = self._run_rest(given, base_output)
         if rest:
             loss = loss + rest.pop("loss")
         output = _with_logits_on_demand(output_type[0])(loss=loss, **rest)

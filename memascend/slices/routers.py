@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from memascend.slices.cut import CannotCut
+
 #: The file of transformers that has the collector, from its release 5 on.
 _FILE = "transformers.utils.output_capturing"
 _KEY = "router_logits"
@@ -25,7 +29,10 @@ class RouterLogits:
         self._is_tuple, self._own_count = False, 1
 
     def outputs_of(self, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that returns a call's outputs, and behind them its router logits."""
+        """Return a function that returns a call's outputs, and behind them its router logits.
+
+        That function raises CannotCut if they do not have the tokens first, as (experts, tokens).
+        """
 
         def run(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
             found: dict[str, list[Any]] = {_KEY: []}
@@ -34,6 +41,9 @@ class RouterLogits:
             self._is_tuple = type(output) is tuple
             outputs = output if self._is_tuple else (output,)
             self._own_count = len(outputs)
+            states = next(one for one in (*arguments, *keywords.values()) if torch.is_tensor(one))
+            for one in found[_KEY]:
+                _check_tokens_first(one, states)
             return (*outputs, *found[_KEY])
 
         return run
@@ -55,6 +65,16 @@ def recorded() -> RouterLogits | None:
     collector = _collector()
     collected = None if collector is None else collector.get()
     return None if collected is None or _KEY not in collected else RouterLogits(collected)
+
+
+def _check_tokens_first(logits: torch.Tensor, states: torch.Tensor) -> None:
+    """Raise CannotCut if logits have neither (tokens, ...) nor (sequences, tokens, ...)."""
+    places = states.shape[:2]
+    if logits.shape[0] != places.numel() and logits.shape[:2] != places:
+        raise CannotCut(
+            f"it records router logits of shape {tuple(logits.shape)} for states of shape "
+            f"{tuple(states.shape)}"
+        )
 
 
 def _collector() -> Any:

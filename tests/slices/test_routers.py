@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from memascend.slices.routers import recorded
@@ -85,7 +86,7 @@ def test_the_head_computes_slices_alone() -> None:
 
 def test_a_layer_returns_what_it_returned_before() -> None:
     collected: dict[str, list[Any]] = {"router_logits": []}
-    states, logits = torch.zeros(2, 3), torch.zeros(2, 1)
+    states, logits = torch.zeros(2, 3, 8), torch.zeros(6, 4)
 
     def layer(*outputs: Any) -> Any:
         output_capturing._active_collector.get()["router_logits"].append(logits)
@@ -140,6 +141,55 @@ def test_a_layer_that_cannot_be_cut_records_router_logits_once(
     with caplog.at_level(logging.WARNING):
         found_loss, found = run(model, inputs, 3)
     assert "computes statistics of the batch" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+class ExpertsFirst(nn.Module):
+    """Gives a router's logits the shape (experts, tokens), with as many experts as rows."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, states: torch.Tensor) -> Any:
+        found = self.router(states)
+        output_capturing._active_collector.get()["router_logits"][-1:] = [found[0].T[:2]]
+        return found
+
+
+def test_router_logits_without_tokens_first_keep_a_layer_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = experts("mixtral-untied")
+    model.model(**inputs | {"labels": None})  # hooks of transformers are there from now on
+    model.model.layers[1].mlp.gate = ExpertsFirst(model.model.layers[1].mlp.gate)
+    with caplog.at_level(logging.WARNING), sliced(model).running((), inputs, lambda _: 3):
+        output = model.model(**inputs | {"labels": None})
+    assert "records router logits of shape (2, 32) for states of shape (2, 16, " in caplog.text
+    assert [tuple(one.shape) for one in output.router_logits] == [(96, 4), (2, 96)]
+
+
+class ComputesLoss(transformers.MixtralForCausalLM):
+    """Computes its loss itself, as kernels do that need a token."""
+
+    def forward(self, labels: Any = None, **keywords: Any) -> Any:
+        output = self.model(**keywords)
+        assert output.last_hidden_state.shape[1] > 0
+        logits = self.lm_head(output.last_hidden_state)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.MoeCausalLMOutputWithPast(loss=loss)
+
+
+def test_a_head_with_a_loss_of_its_own_is_not_called_without_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = experts("mixtral-untied")
+    model.__class__ = ComputesLoss
+    loss, expected = run(model, inputs, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 3)
+    assert "its loss is more than that of its loss function" in caplog.text
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
 
