@@ -156,7 +156,8 @@ def _beside(root: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _has_head(model: nn.Module) -> bool:
-    prefix = getattr(model, "base_model_prefix", "")
+    # Not the instance's: a wrapper of peft has the attributes of its model.
+    prefix = getattr(type(model), "base_model_prefix", "")
     is_model = hasattr(model, "get_output_embeddings") and hasattr(model, "loss_type")
     return bool(prefix) and is_model and model._modules.get(prefix) is not None
 

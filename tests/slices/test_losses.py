@@ -124,6 +124,26 @@ def test_labels_of_tokens_are_counted_over_all_slices(caplog: pytest.LogCaptureF
     assert_close(found, expected)
 
 
+def test_adapters_of_a_task_do_not_hide_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = make("classes")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config).train()
+    loss, expected = run(adapted, inputs, 0)
+    seen: list[int] = []
+    score = adapted.base_model.model.score
+    whole = score.forward
+    score.forward = lambda states: (seen.append(states.shape[0]), whole(states))[1]
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(adapted, inputs, 3)
+    assert "memascend: " not in caplog.text  # bitsandbytes may log, too
+    assert seen == [2, 2, 2] * 2
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
 def test_a_batch_without_a_padding_token_stays_an_error_in_slices_of_one_row() -> None:
     model, inputs = make("classes")
     model.config.pad_token_id = None
