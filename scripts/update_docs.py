@@ -24,6 +24,7 @@ from memascend.base.units import GIB, PAGE_BYTES
 from memascend.cli.main import main as run_memascend
 from memascend.config.block import ActivationConfig, MemAscendConfig
 from memascend.config.deepspeed import ZeroOptimization
+from memascend.config.messages import rules_of
 from memascend.plan import knobs, stock
 from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
 from memascend.plan.layers import FP32_BYTES
@@ -198,7 +199,7 @@ def _takes(section: type[BaseModel], name: str, field: FieldInfo) -> str:
     is_size = _takes_units(section, name)
     rules = {
         attribute: (_as_size if is_size else str)(getattr(rule, attribute))
-        for rule in field.metadata
+        for rule in rules_of(field)
         for attribute in ("ge", "le", "multiple_of")
         if getattr(rule, attribute, None) is not None
     }

@@ -42,7 +42,7 @@ def slice_tokens_of(
 
     def tokens_of(count: int) -> int:
         sequences, tokens = batch or count, context or count
-        stated = training.micro_batches
+        stated = training.stated_slices
         slices = sequences if stated is None else stated.slices_of(sequences)
         return -(-sequences // slices) * tokens
 

@@ -139,11 +139,18 @@ class ActivationConfig(Section):
     )
 
 
+def slices_of(batch: int, sequences: int) -> int:
+    """Return the number of slices of at most so many sequences that a batch has."""
+    return max(1, -(-batch // sequences))
+
+
 class MicroBatchConfig(Section):
     """One pass per step: a layer computes the batch in slices while its weights stay gathered."""
 
-    count: int | None = Field(
-        None, ge=1, le=1 << 20, description="slices of a batch, each at least one sequence"
+    count: Literal["auto"] | Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        None,
+        description="slices of a batch, each at least one sequence; left out without `sequences`: "
+        "the fewest that fit the device. `\"auto\"` is the same, but accelerate refuses the word",
     )
     sequences: int | None = Field(
         None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"
@@ -159,20 +166,24 @@ class MicroBatchConfig(Section):
 
     @model_validator(mode="after")
     def _check_one(self) -> MicroBatchConfig:
-        if (self.count is None) == (self.sequences is None):
+        if self.count is not None and self.sequences is not None:
             raise ValueError(
-                f"{BLOCK_KEY}.micro_batches needs either count or sequences, got count="
-                f"{self.count} and sequences={self.sequences}. Write for instance "
-                '{"micro_batches": {"count": 8}}'
+                f"{BLOCK_KEY}.micro_batches takes either count or sequences, got count="
+                f"{show_json(self.count)} and sequences={self.sequences}. Leave one of them out"
             )
         return self
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of slices is chosen at run time."""
+        return self.sequences is None and self.count in (None, "auto")
+
     def slices_of(self, batch: int) -> int:
-        """Return the number of slices of a batch of so many sequences."""
-        if self.count is not None:
+        """Return the stated number of slices of a batch of so many sequences."""
+        if isinstance(self.count, int):
             return max(1, min(self.count, batch))
-        assert self.sequences is not None
-        return max(1, -(-batch // self.sequences))
+        assert self.sequences is not None, "the number is chosen at run time"
+        return slices_of(batch, self.sequences)
 
 
 class HeapConfig(Section):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from memascend.base.json_text import show_json
 from memascend.config.section import read_nbytes
@@ -126,11 +127,22 @@ def _allowed(section: type[BaseModel], name: str) -> str:
         words.append('text such as "512MiB" or "2GB"')
     bounds = [
         text.format(getattr(rule, bound))
-        for rule in field.metadata
+        for rule in rules_of(field)
         for bound, text in _BOUNDS.items()
         if getattr(rule, bound, None) is not None
     ]
     return f"Allowed: {' or '.join(words)}" + (f", {' and '.join(bounds)}" if bounds else "")
+
+
+def rules_of(field: FieldInfo) -> list[Any]:
+    """Return the bounds of a key, also those of one of its types."""
+    inner = [rule for part in typing.get_args(field.annotation) for rule in _rules_of_type(part)]
+    return [*field.metadata, *inner]
+
+
+def _rules_of_type(annotation: object) -> Iterator[Any]:
+    for rule in getattr(annotation, "__metadata__", ()):  # of Annotated
+        yield from rule.metadata if isinstance(rule, FieldInfo) else (rule,)
 
 
 def _nearest_word(section: type[BaseModel], name: str, found: object) -> str:

@@ -91,7 +91,7 @@ def advise_one_pass(
     batch = settings.train_micro_batch_size_per_gpu
     wanted = batch * steps if batch else f"{steps} times its value"
     section = {} if micro_batches is None else micro_batches.model_dump(exclude_defaults=True)
-    if "sequences" not in section:
+    if micro_batches is None or isinstance(micro_batches.count, int):
         section["count"] = steps * section.get("count", 1)
     block = json.dumps({"micro_batches": section})
     return (

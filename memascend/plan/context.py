@@ -161,6 +161,12 @@ class Training:
     rounds_pinned: bool = True  # whether pinned memory is rounded up to a power of two, as by torch
 
     @property
+    def stated_slices(self) -> MicroBatchConfig | None:
+        """The section `micro_batches`, if it states the number of slices."""
+        section = self.micro_batches
+        return None if section is None or section.is_auto else section
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element of a parameter, of a hidden state, and of a reduced gradient."""
         return self.ours.request.param_itemsize

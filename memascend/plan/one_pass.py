@@ -73,10 +73,10 @@ class Comparison:
 def compare(training: Training, room: Room | None, *, batch: int, context: int) -> Comparison:
     """Compare one pass over `batch` sequences of `context` tokens with accumulation.
 
-    Slices are those of the block. If it has none, they are the fewest that fit `room`; if none fit,
-    one sequence each. Without `room` and without a stated number the batch is whole.
+    Slices are those of the block. If it states none, they are the fewest that fit `room`; if none
+    fit, one sequence each. Without `room` and without a stated number the batch is whole.
     """
-    stated = training.micro_batches
+    stated = training.stated_slices
     slices = 1 if stated is None else stated.slices_of(batch)
     if stated is None and room is not None:
         slices = fewest_slices(training, room, batch=batch, context=context) or batch
