@@ -150,7 +150,7 @@ class MicroBatchConfig(Section):
     count: Literal["auto"] | Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         None,
         description="slices of a batch, each at least one sequence; left out without `sequences`: "
-        "the fewest that fit the device. `\"auto\"` is the same, but accelerate refuses the word",
+        'the fewest that fit the device. `"auto"` is the same, but accelerate refuses the word',
     )
     sequences: int | None = Field(
         None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"

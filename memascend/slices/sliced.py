@@ -58,7 +58,7 @@ class SlicedCall:
             tuple(None if torch.is_tensor(value) else value for value in leaves.values),
             leaves.spec,
         )
-        self._random: list[_RandomState] = []
+        self._random: list[RandomState] = []
         self._is_tuple = False
         self._autocast = _Autocast(
             {"cpu", *(one.device.type for one in leaves.values if torch.is_tensor(one))}
@@ -87,7 +87,7 @@ class SlicedCall:
             with self._weights.in_forward() as begin_slice, torch.no_grad():
                 for number in range(self._cut.count):
                     begin_slice(number)
-                    self._random.append(_RandomState(tensors))
+                    self._random.append(RandomState(tensors))
                     outputs = self._call(number, [tensor.detach() for tensor in tensors])
                     if number == 0:
                         whole = [self._memory_for(output) for output in outputs]
@@ -204,7 +204,7 @@ def _kind(output: Any) -> Any:
     return (output.shape, output.dtype) if torch.is_tensor(output) else output
 
 
-class _RandomState:
+class RandomState:
     """The random numbers with which a slice began: of the host, and of the tensors' devices."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

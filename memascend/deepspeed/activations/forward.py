@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from memascend.deepspeed.attach.attachment import attachment_of_optimizer
 from memascend.deepspeed.monitor.engine import watching_forward
 from memascend.deepspeed.older_releases import begin_forward
-from memascend.deepspeed.slices.engine import slicing
+from memascend.deepspeed.slices.engine import repeating, slicing
 from memascend.streaming.activations.hooks import SavedTensors
 
 #: The hooks of the running forward pass; None outside of one.
@@ -26,14 +26,17 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
-        if attachment_of_optimizer(self.optimizer) is not None:
-            begin_forward(self.optimizer)
-        with (
-            watching_forward(self, inputs, keywords),
-            saving(self),
-            slicing(self, inputs, keywords),
-        ):
-            return original(self, *inputs, **keywords)
+        def run() -> Any:
+            if attachment_of_optimizer(self.optimizer) is not None:
+                begin_forward(self.optimizer)
+            with (
+                watching_forward(self, inputs, keywords),
+                saving(self),
+                slicing(self, inputs, keywords),
+            ):
+                return original(self, *inputs, **keywords)
+
+        return repeating(self, run)
 
     return forward
 

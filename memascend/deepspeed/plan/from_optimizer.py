@@ -59,7 +59,7 @@ def stated_limit(config: MemAscendConfig) -> int | None:
     is_fraction = not isinstance(value, str) and value <= 1
     available = memory_total() // local_world_size() if is_fraction else 0
     limit = parse_limit(value, available=available)
-    return None if limit is None else _least_of_ranks(limit)
+    return None if limit is None else least_of_ranks(limit)
 
 
 def check_smallest(
@@ -78,7 +78,7 @@ def check_smallest(
 def building_sizes(limit_bytes: int | None) -> dict[str, int]:
     """Return the bytes of parameters and of a staging slot while the model is built, by name."""
     if limit_bytes is None:
-        limit_bytes = _least_of_ranks(memory_available() // local_world_size() // 2)
+        limit_bytes = least_of_ranks(memory_available() // local_world_size() // 2)
     return {
         "parameter_budget_bytes": _clamp(limit_bytes * PARAMETER_SHARE, PARAMETER_BYTES_RANGE),
         "staging_slot_bytes": _clamp(limit_bytes * STAGING_SHARE, STAGING_SLOT_BYTES_RANGE),
@@ -105,7 +105,7 @@ def plan_for(
         return derive(shapes, request=request, limit_bytes=limit)
     plan = derive(shapes, request=request)
     available = memory_available() // local_world_size()
-    fallback = _least_of_ranks(default_limit(plan.host_bytes, available=available))
+    fallback = least_of_ranks(default_limit(plan.host_bytes, available=available))
     if fallback >= plan.host_bytes:
         return plan
     try:
@@ -131,7 +131,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     return dataclasses.replace(
         request,
         # Machines may differ in their volumes; sizes must be equal, and gathers' turns with them.
-        drive_count=_least_of_ranks(request.drive_count),
+        drive_count=least_of_ranks(request.drive_count),
         precision=_NAMES[optimizer.stored_dtype],
         arriving_dtype=_NAMES[optimizer.reduction_dtype],
         accumulation_dtype=_NAMES[optimizer.accumulation_dtype],
@@ -147,7 +147,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     )
 
 
-def _least_of_ranks(nbytes: int) -> int:
+def least_of_ranks(nbytes: int) -> int:
     """Return the minimum over all ranks, so that they plan with the same number."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return nbytes

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
 from memascend.config.block import MicroBatchConfig
 from memascend.deepspeed.attach.attachment import attachment_of_optimizer
+from memascend.deepspeed.plan.from_optimizer import least_of_ranks
+from memascend.deepspeed.slices.device import device_memory
 from memascend.deepspeed.slices.held import held
 from memascend.deepspeed.slices.weights import PassGradients
-from memascend.slices.layers import Slicer
+from memascend.slices.auto import AutoSlices
+from memascend.slices.layers import Slicer, WeightsOf
 from memascend.slices.model import SlicedModel
+from memascend.slices.sliced import RandomState
+
+log = logging.getLogger(__name__)
 
 
 class EngineSlices:
@@ -21,12 +32,17 @@ class EngineSlices:
     def __init__(self, optimizer: Any, section: MicroBatchConfig) -> None:
         """Look at the model of an optimizer of ours, and take part in its backward passes."""
         self._optimizer = weakref.ref(optimizer)
+        self._module = optimizer.upstream.module
         by_slice = section.reduction == "slice"
         self._gradients = PassGradients(optimizer.upstream, held, by_slice=by_slice)
         optimizer.passes.slices = self._gradients
-        slicer = Slicer(self._gradients.weights_of)
-        self._model = SlicedModel(optimizer.upstream.module, slicer, slices_head=section.head)
-        self._section = section
+        weights_of: WeightsOf = self._gradients.weights_of
+        self._count_of = section.slices_of
+        #: Chooses the number of slices; None: the block states it.
+        self._auto = AutoSlices(device_memory(), least_of_ranks) if section.is_auto else None
+        if self._auto is not None:
+            weights_of, self._count_of = self._auto.watched(weights_of), self._auto.slices_of
+        self._model = SlicedModel(self._module, Slicer(weights_of), slices_head=section.head)
 
     def is_of(self, optimizer: Any) -> bool:
         """Return whether these are the slices of an optimizer."""
@@ -37,7 +53,30 @@ class EngineSlices:
     ) -> AbstractContextManager[None]:
         """Return a context of one forward pass."""
         self._gradients.begin()
-        return self._model.running(arguments, keywords, self._section.slices_of)
+        if self._auto is not None and self._module.training and torch.is_grad_enabled():
+            self._auto.begin()
+        return self._model.running(arguments, keywords, self._count_of)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a forward pass that fails may begin again.
+
+        Other ranks would not: they wait in the collectives of the pass that failed. Inside of a
+        backward pass gradients have arrived.
+        """
+        optimizer = self._optimizer()
+        is_alone = dist.get_world_size() == 1
+        return (
+            self._auto is not None
+            and is_alone
+            and optimizer is not None
+            and not optimizer.passes.passes.is_under_way()
+        )
+
+    @property
+    def has_shrunk(self) -> bool:
+        """Whether memory ran out in the last pass, and smaller slices may fit."""
+        return self._auto is not None and self._auto.has_shrunk
 
 
 def slicing(
@@ -54,3 +93,28 @@ def slicing(
     if slices is None or not slices.is_of(engine.optimizer):
         slices = attachment.slices = EngineSlices(engine.optimizer, section)
     return slices.running(arguments, keywords)
+
+
+def repeating(engine: Any, run: Callable[[], Any]) -> Any:
+    """Return the output of a forward pass; it is repeated once if smaller slices may fit.
+
+    No gradient exists then, and random numbers are as before: the result is that of a pass which
+    had the smaller slices from its start.
+    """
+    attachment = attachment_of_optimizer(engine.optimizer)
+    slices: EngineSlices | None = None if attachment is None else attachment.slices
+    if slices is None or not slices.can_repeat:
+        return run()
+    accelerator = get_accelerator()
+    random = RandomState([torch.empty(0, device=accelerator.current_device_name())])
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        if not slices.has_shrunk:
+            raise
+        text = str(error)
+    # Only here the failed pass has let go of its memory.
+    log.warning("memascend: the forward pass begins again, with smaller slices: %s", text)
+    accelerator.empty_cache()
+    random.restore()
+    return run()
