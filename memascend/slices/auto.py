@@ -116,9 +116,9 @@ class AutoSlices:
         return None if self._is_chosen else self._memory
 
     @property
-    def has_shrunk(self) -> bool:
-        """Whether memory ran out in this pass, and smaller slices may fit."""
-        return self._has_shrunk
+    def shrunk_to(self) -> int | None:
+        """Most sequences of a slice from now on, if memory ran out in this pass; else None."""
+        return self._sequences if self._has_shrunk else None
 
     def note_call(self, slices: Sequence[tuple[int, int]], *, is_backward: bool) -> None:
         """Note the bytes before each slice of a call, and their peak; one slice tells nothing."""

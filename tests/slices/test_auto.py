@@ -213,7 +213,7 @@ def test_a_step_that_is_tried_again_has_the_bits_of_the_larger_number(
     Failing.fails_in = (phase, 1)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(model, auto, ids)
-    assert auto.has_shrunk
+    assert auto.shrunk_to == 1
     assert str(caught.value) == (
         "out of device memory\nmemascend: memory ran out in one of 2 slices of up to 3 "
         "sequence(s); the next pass has 6 of up to 1. fix: try this step again from its forward "
@@ -221,7 +221,7 @@ def test_a_step_that_is_tried_again_has_the_bits_of_the_larger_number(
     )
     model.zero_grad()
     assert equal(step(model, auto, ids), by_hand(model, ids, 1))
-    assert not auto.has_shrunk
+    assert auto.shrunk_to is None
 
 
 def test_slices_of_one_sequence_cannot_be_halved(trained: Any) -> None:
@@ -230,7 +230,7 @@ def test_slices_of_one_sequence_cannot_be_halved(trained: Any) -> None:
     Failing.fails_in = ("backward", 2)
     with pytest.raises(torch.OutOfMemoryError, match="1 sequence, and there is no smaller one"):
         step(model, auto, ids)
-    assert not auto.has_shrunk
+    assert auto.shrunk_to is None
     model.zero_grad()
     step(model, auto, ids)  # which is measured: the failed one was not
     step(model, auto, ids)

@@ -74,9 +74,9 @@ class EngineSlices:
         )
 
     @property
-    def has_shrunk(self) -> bool:
-        """Whether memory ran out in the last pass, and smaller slices may fit."""
-        return self._auto is not None and self._auto.has_shrunk
+    def shrunk_to(self) -> int | None:
+        """Most sequences of a slice, if memory ran out in the last pass; None: nothing changed."""
+        return None if self._auto is None else self._auto.shrunk_to
 
 
 def slicing(
@@ -109,12 +109,15 @@ def repeating(engine: Any, run: Callable[[], Any]) -> Any:
     random = RandomState([torch.empty(0, device=accelerator.current_device_name())])
     try:
         return run()
-    except torch.OutOfMemoryError as error:
-        if not slices.has_shrunk:
+    except torch.OutOfMemoryError:
+        if slices.shrunk_to is None:
             raise
-        text = str(error)
     # Only here the failed pass has let go of its memory.
-    log.warning("memascend: the forward pass begins again, with smaller slices: %s", text)
+    log.warning(
+        "memascend: the forward pass ran out of device memory and begins again, with slices of up "
+        "to %d sequence(s)",
+        slices.shrunk_to,
+    )
     accelerator.empty_cache()
     random.restore()
     return run()
