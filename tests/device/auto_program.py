@@ -2,9 +2,10 @@
 
 Started by test_auto.py with a file of JSON: a DeepSpeed configuration, the section without a
 number, the shape of the model, tokens of a sequence, sequences of a batch, and of slices that just
-fit; on rank 1 both are half of it. Weights do not change, so that passes of equal slices have equal
-gradients. Prints a line of JSON: what was chosen and logged, the peaks and digests of the gradients
-of passes, undisturbed and on one rank disturbed, and those of slices that are stated.
+fit; rank 1 has half of both, or of the latter alone where ranks need equal batches. Weights do not
+change, so that passes of equal slices have equal gradients. Prints a line of JSON: what was chosen
+and logged, the peaks and digests of the gradients of passes, undisturbed and on one rank disturbed,
+and those of slices that are stated.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Training:
         self.engine = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )[0]
-        shape = (asked["sequences"] >> RANK, asked["tokens"])
+        shape = (asked["sequences"] >> RANK * (asked["section"] == {}), asked["tokens"])
         generator = torch.Generator().manual_seed(RANK)
         ids = torch.randint(asked["shape"]["vocab_size"], shape, generator=generator)
         self.ids = ids.to(self.engine.device)
@@ -89,7 +90,8 @@ def peak() -> int:
 
 def by_hand(asked: dict[str, Any], sequences: int) -> dict[str, Any]:
     """Return the peaks of a pass with slices of so many sequences, and its gradients."""
-    training = Training(asked, {"sequences": sequences})
+    others = {key: one for key, one in asked["section"].items() if key != "count"}
+    training = Training(asked, others | {"sequences": sequences})
     training.pass_over()  # DeepSpeed records the order of use
     found = training.pass_over()
     before = begin_peak()
@@ -109,6 +111,7 @@ class Lines(logging.Handler):
         self.lines: list[str] = []
         for name in ("memascend.slices", "memascend.deepspeed.slices"):
             logging.getLogger(name).addHandler(self)
+            logging.getLogger(name).setLevel(logging.INFO)  # on every rank
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -145,11 +148,13 @@ def main() -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False)
     _ = transformers.LlamaForCausalLM  # imported when first named, and not while zero.Init patches
     lines = Lines()
-    room_bytes = by_hand(asked, asked["fits"] >> RANK)["peak"]
+    ranks = range(comm.get_world_size())
+    room_bytes = [by_hand(asked, asked["fits"] >> rank)["peak"] for rank in ranks][RANK]
     training, found = chosen(asked, room_bytes)
     training.engine.destroy()
     sequences = int(lines.lines[0].split("slices of ")[1].split()[0])
-    hand = {one: by_hand(asked, one) for one in (1, sequences // 4, sequences // 2, sequences)}
+    stated = sorted({1, max(1, sequences // 4), sequences // 2, sequences})
+    hand = {one: by_hand(asked, one) for one in stated}
     training, found["again"] = chosen(asked, room_bytes)
     if comm.get_world_size() == 1:
         found["disturbed"] = disturb(training, hand, sequences)
