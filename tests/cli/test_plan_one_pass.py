@@ -120,6 +120,19 @@ def test_slices_come_from_the_block_and_the_option_goes_before_it(
     assert as_json(capsys, *BATCH, "--config", config, *option)["one_pass"]["slices"] == 2
 
 
+@pytest.mark.parametrize("section", [{}, {"count": "auto"}])
+def test_slices_without_a_number_are_chosen_as_without_the_section(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, section: dict[str, Any]
+) -> None:
+    config = ("--config", written(tmp_path, memascend={"micro_batches": section}))
+    room = ("--device-memory", "24GiB")
+    found = as_json(capsys, *BATCH, *config, *room)["one_pass"]
+    assert (found["slices"], found["is_chosen"]) == (8, True)
+    assert as_json(capsys, *BATCH, *config, "--micro-batches", "4")["one_pass"]["slices"] == 4
+    assert "--device-memory chooses the number of slices" in printed(capsys, *BATCH, *config)
+    as_json(capsys, *MODEL, *config, *room, "--fit")
+
+
 def test_a_stated_number_of_sequences_is_not_overridden(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

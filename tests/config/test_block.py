@@ -186,3 +186,37 @@ def test_states_in_bf16_need_the_one_pass_that_rounds_them(key: str) -> None:
     assert f"streaming.optimizer.{key}" in message
     assert "Turn it on" in message
     config.parse_block({"streaming": {"optimizer": {key: False}}})
+
+
+@pytest.mark.parametrize(
+    ("section", "is_auto"),
+    [
+        ({}, True),
+        ({"count": "auto"}, True),
+        ({"reduction": "slice", "head": False}, True),
+        ({"count": 1}, False),
+        ({"sequences": 1 << 20}, False),
+    ],
+)
+def test_slices_are_chosen_where_no_number_is_stated(
+    section: dict[str, Any], is_auto: bool
+) -> None:
+    found = config.parse_block({"micro_batches": section}).micro_batches
+    assert found is not None
+    assert found.is_auto == is_auto
+
+
+@pytest.mark.parametrize("wrong", [0, (1 << 20) + 1, -1, 2.5, True, "", "many", [2]])
+def test_a_number_of_slices_out_of_bounds_is_refused_once(wrong: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"micro_batches": {"count": wrong}})
+    assert str(caught.value) == (
+        f"memascend.micro_batches.count: {json.dumps(wrong)} is not allowed. Allowed: "
+        '"auto" or a whole number, at least 1 and at most 1048576. Leave the key out for automatic.'
+    )
+
+
+@pytest.mark.parametrize("count", [2, "auto"])
+def test_slices_have_a_number_or_a_size(count: object) -> None:
+    with pytest.raises(ConfigError, match=f"got count={json.dumps(count)} and sequences=3"):
+        config.parse_block({"micro_batches": {"count": count, "sequences": 3}})

@@ -78,6 +78,8 @@ def test_without_max_in_cpu_there_is_nothing_to_say_of_it() -> None:
     [
         (None, '{"micro_batches": {"count": 8}}', 0, "8 times its value"),
         (MicroBatchConfig(count=2), '{"micro_batches": {"count": 16}}', 2, "16"),
+        (MicroBatchConfig(), '{"micro_batches": {}}', 2, "16"),
+        (MicroBatchConfig(count="auto"), '{"micro_batches": {"count": "auto"}}', 2, "16"),
         (MicroBatchConfig(sequences=1), '{"micro_batches": {"sequences": 1}}', 2, "16"),
     ],
 )
