@@ -241,12 +241,14 @@ def main() -> None:
     parser.add_argument("drive")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--by-slice", action="store_true")
+    parser.add_argument("--without-number", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     if arguments.by_slice:  # every rank has to reduce as often
         del CASES[a_batch_of_another_size_on_each_rank.__name__]
-    section = {"count": 4} | ({"reduction": "slice"} if arguments.by_slice else {})
+    section: dict[str, Any] = {} if arguments.without_number else {"count": 4}
+    section |= {"reduction": "slice"} if arguments.by_slice else {}
     config = training_config(arguments.drive, BLOCK | {"micro_batches": section}, 1)
     del config["bf16"]
     config["zero_optimization"]["reduce_bucket_size"] = 10_000  # no gradient waits for another

@@ -22,6 +22,7 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "sliced_passes_program.py"
     [
         (1, []),
         (1, ["--tied"]),
+        (1, ["--without-number"]),
         (2, ["--by-slice"]),
         pytest.param(2, [], marks=pytest.mark.full),
         pytest.param(2, ["--tied", "--by-slice"], marks=pytest.mark.full),
