@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.device.emulator.build import why_not
-from tests.device.test_context import SHAPE, block_and_config
+from tests.device.test_context import SAVING, SHAPE, block_and_config
 from tests.support.program import RunProgram
 
 PROGRAM = Path(__file__).with_name("auto_program.py")
@@ -17,12 +17,17 @@ SEQUENCES, TOKENS, FITS = 16, 128, 8
 
 
 def run(
-    folder: Path, run_program: RunProgram, section: dict[str, Any], ranks: int
+    folder: Path,
+    run_program: RunProgram,
+    section: dict[str, Any],
+    *,
+    ranks: int,
+    more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     if reason := why_not():
         pytest.skip(reason)
     block, config = block_and_config(folder)
-    config["memascend"] = block
+    config["memascend"] = block | (more or {})
     config["optimizer"]["params"] |= {"lr": 0.0, "weight_decay": 0.0}
     values = {"config": config, "section": section, "shape": SHAPE | {"num_hidden_layers": 3}}
     values |= {"tokens": TOKENS, "sequences": SEQUENCES, "fits": FITS}
@@ -44,11 +49,18 @@ def check_bits(found: dict[str, Any]) -> dict[int, str]:
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-@pytest.mark.parametrize("section", [{}, {"count": "auto", "reduction": "slice"}])
+@pytest.mark.parametrize(
+    ("section", "more"),
+    [
+        ({}, {}),
+        ({}, {"activations": SAVING}),
+        ({"count": "auto", "reduction": "slice"}, {}),
+    ],
+)
 def test_chosen_slices_fit_and_have_the_bits_of_their_number_also_where_memory_runs_out(
-    tmp_path: Path, run_program: RunProgram, section: dict[str, Any]
+    tmp_path: Path, run_program: RunProgram, section: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    found = run(tmp_path, run_program, section, 1)
+    found = run(tmp_path, run_program, section, ranks=1, more=more)
     sequences = found["sequences"]
     assert FITS // 2 < sequences <= FITS
     assert found["passes"][1]["peak"] <= found["room"]
@@ -69,6 +81,6 @@ def test_chosen_slices_fit_and_have_the_bits_of_their_number_also_where_memory_r
 def test_all_ranks_have_the_slices_of_the_rank_with_the_least_room(
     tmp_path: Path, run_program: RunProgram, section: dict[str, Any]
 ) -> None:
-    found = run(tmp_path, run_program, section, 2)
+    found = run(tmp_path, run_program, section, ranks=2)
     assert FITS // 4 < found["sequences"] <= FITS // 2  # rank 0 alone has room for twice as many
     check_bits(found)
