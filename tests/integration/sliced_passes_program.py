@@ -155,15 +155,15 @@ def evaluation_between(model: Any, backward: Backward, number: int) -> None:
     model.train()
 
 
-def _try(model: Any, backward: Backward, number: int, calls: int) -> None:
+def _try(model: Any, backward: Backward, number: int, calls: int) -> UserError:
     layers_of(model)[1].fails_in = calls
     try:
         backward(loss_of(model, number + 1))
-    except UserError:
-        return
+    except UserError as error:
+        return error
     finally:
         layers_of(model)[1].fails_in = -1
-    assert isinstance(model, Model), "it was not tried"
+    raise AssertionError("it was not tried")
 
 
 @case
@@ -178,6 +178,14 @@ def error_in_a_slice_of_backward(model: Any, backward: Backward, number: int) ->
     if not isinstance(model, Model):
         _try(model, backward, number, 4 + 3)
     backward(loss_of(model, number))
+
+
+@case
+def error_that_the_script_keeps(model: Any, backward: Backward, number: int) -> None:
+    """It keeps the graph of its pass alive, in which a part of the slices has its gradients."""
+    kept = None if isinstance(model, Model) else _try(model, backward, number, 4 + 3)
+    backward(loss_of(model, number))
+    assert (kept is None) == isinstance(model, Model)
 
 
 @case

@@ -145,6 +145,9 @@ class BackwardPasses:
 class SlicedPass(Protocol):
     """The gradients of a pass in slices (memascend/deepspeed/slices/weights.py)."""
 
+    def drop(self) -> None:
+        """Drop the sums of an aborted backward pass, and expect nothing of its graph."""
+
     def deliver_late(self) -> None:
         """Put gradients into buckets that wait for the end of a pass."""
 
@@ -215,6 +218,8 @@ class PassHooks:
 
     def _drop(self) -> None:
         self._upstream.drop_unreduced()
+        if self.slices is not None:
+            self.slices.drop()
         self._restart()  # gradients of the next pass may arrive in another order
         self.passes.reset()
 

@@ -52,6 +52,9 @@ class EngineSlices:
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
         """Return a context of one forward pass."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.passes.drop_left()  # DeepSpeed does so within the pass
         self._gradients.begin()
         if self._auto is not None and self._module.training and torch.is_grad_enabled():
             self._auto.begin()

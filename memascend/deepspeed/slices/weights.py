@@ -87,6 +87,15 @@ class PassGradients:
             param.ds_grad_is_ready = False
             self._widen(param)
 
+    def drop(self) -> None:
+        """Drop the sums of a backward pass that an error ended, and expect nothing of its graph.
+
+        The error itself, or a cycle of references, may keep that graph alive.
+        """
+        if self.sums is not None:
+            self.sums.drop()
+        self._waiting.clear()
+
     def weights_of(self, params: Sequence[Any]) -> CallWeights:
         """Return the weights of a call."""
         for param in params:

@@ -184,6 +184,32 @@ def test_a_sum_whose_last_slice_brings_nothing_gets_zeros(reduction: Reduction) 
     assert len(params) == 1
 
 
+def test_a_pass_that_failed_leaves_nothing_even_if_its_graph_is_kept(reduction: Reduction) -> None:
+    from memascend.deepspeed.slices.held import HeldParameters
+    from memascend.deepspeed.slices.weights import PassGradients
+
+    found = PassGradients(reduction, HeldParameters(), by_slice=True)
+    found.begin()
+    bias: Any = reduction.module.other.bias
+    assert found.sums is not None
+    kept = [found.weights_of([bias]) for _ in range(2)]
+
+    def fail() -> None:
+        with kept[1].in_backward(2) as begin_slice:
+            begin_slice(0)
+            found.sums.take([bias], [torch.ones(1)])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    found.drop()
+    found.begin()
+    found.weights_of([bias])
+    assert not found.is_late(bias)
+    _, parts = found.sums.take([bias], [torch.ones(1)])
+    assert parts[0].item() == 1.0
+
+
 def test_slices_that_use_weights_of_other_modules_are_not_kept(
     reduction: Reduction, gradients: Any
 ) -> None:
