@@ -127,12 +127,12 @@ def advise_wear(
     if not step_bytes:
         return ""
     total_bytes = _STEPS * step_bytes
-    text = f"{_STEPS} steps write {total_bytes / _TB:.3g} TB to the drives"
+    text = f"{_STEPS} steps write {_show_tb(total_bytes)} to the drives"
     endurance, source = block.wear.endurance, "wear.endurance states"
     if endurance is None:
         endurance, source = left_bytes, "the drives' own SMART data leaves"
     if endurance:
-        text += f", {total_bytes / endurance:.2%} of the {endurance / _TB:.3g} TB that {source}"
+        text += f", {total_bytes / endurance:.2%} of the {_show_tb(endurance)} that {source}"
     least_bytes, setting = min(
         (
             (ranks * _written_bytes(derive(shapes, request=request, limit_bytes=limit)), setting)
@@ -192,6 +192,11 @@ def advise_pinning(
             "there is no GPU to copy from it; set it to false"
         )
     return "; ".join(lines)
+
+
+def _show_tb(nbytes: int) -> str:
+    count = nbytes / _TB
+    return f"{count:,.0f} TB" if count >= 100 else f"{count:.3g} TB"
 
 
 def _moved_bytes(plan: Plan) -> int:

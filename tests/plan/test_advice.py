@@ -167,8 +167,9 @@ def written_tb(request: PlanRequest) -> float:
 
 def test_wear_is_told_in_the_unit_of_makers_and_for_all_ranks() -> None:
     expected = written_tb(REQUEST)
-    assert f"1000 steps write {expected:.3g} TB to the drives" in wear_of(REQUEST)
-    assert f"1000 steps write {4 * expected:.3g} TB to the drives" in wear_of(REQUEST, ranks=4)
+    assert f"1000 steps write {expected:.0f} TB to the drives" in wear_of(REQUEST)
+    assert f"1000 steps write {4 * expected:.0f} TB to the drives" in wear_of(REQUEST, ranks=4)
+    assert f"1000 steps write {80 * expected:,.0f} TB to the drives" in wear_of(REQUEST, ranks=80)
 
 
 def test_the_stated_endurance_comes_before_that_of_the_drives() -> None:

@@ -114,4 +114,4 @@ def test_a_run_logs_at_its_start_how_much_its_steps_write(monkeypatch: pytest.Mo
     (line,) = (line for line in made.advice(plan) if line.startswith("1000 steps write"))
     written = 2 * 1000 * sum(plan.written_bytes.values())
     assert f"{written / 1e12:.3g} TB" in line
-    assert f"{written / 1e15:.2%} of the 1e+03 TB that the drives' own SMART data leaves" in line
+    assert f"{written / 1e15:.2%} of the 1,000 TB that the drives' own SMART data leaves" in line
