@@ -34,7 +34,8 @@ def main() -> None:
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         max_steps=args.steps,
-        per_device_train_batch_size=4,  # in slices: "micro_batches" in ds_config.json
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
         gradient_checkpointing=True,
         learning_rate=1e-4,
         logging_steps=1,
