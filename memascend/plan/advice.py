@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from memascend.base.components import PARAMETERS_IN_CPU
@@ -14,6 +15,7 @@ from memascend.base.units import GIB, format_nbytes
 from memascend.config.block import BLOCK_KEY, MemAscendConfig, MicroBatchConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.derive import Plan, derive
+from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.request import PlanRequest, why_not_during_backward
 from memascend.plan.shapes import ModelShapes
 from memascend.plan.stock import BUFFERS, POOL, stock
@@ -133,14 +135,12 @@ def advise_wear(
         endurance, source = left_bytes, "the drives' own SMART data leaves"
     if endurance:
         text += f", {total_bytes / endurance:.2%} of the {_show_tb(endurance)} that {source}"
-    least_bytes, setting = min(
-        (
-            (ranks * _written_bytes(derive(shapes, request=request, limit_bytes=limit)), setting)
-            for request, limit, setting in _fewer_writes(plan, settings, block)
-        ),
-        default=(step_bytes, ""),
-    )
-    if least_bytes >= step_bytes:
+    least_bytes, setting = step_bytes, ""
+    for request, limit, name in _fewer_writes(plan, settings, block):
+        with suppress(LimitTooSmallError):  # a limit at its smallest has no room for it
+            nbytes = ranks * _written_bytes(derive(shapes, request=request, limit_bytes=limit))
+            least_bytes, setting = min((least_bytes, setting), (nbytes, name))
+    if not setting:
         return text
     return f"{text}; {1 - least_bytes / step_bytes:.0%} less with {setting}"
 

@@ -17,6 +17,7 @@ from memascend.plan.advice import (
     advise_wear,
 )
 from memascend.plan.derive import Plan, PlanRequest, derive
+from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
 
@@ -192,6 +193,19 @@ def test_the_setting_that_lowers_writes_most_is_named() -> None:
     one_pass = 1 - written_tb(REQUEST) / written_tb(accumulates)
     found = wear_of(accumulates, ds_config=clipped)
     assert found.endswith(f"; {one_pass:.0%} less with one pass for each step (micro_batches)")
+
+
+def test_a_setting_for_which_the_limit_has_no_room_is_not_named() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    with pytest.raises(LimitTooSmallError) as error:
+        derive(shapes, request=REQUEST, limit_bytes=1)
+    least = error.value.minimum_bytes
+    early = PlanRequest(during_backward=True)
+    with pytest.raises(LimitTooSmallError):
+        derive(shapes, request=early, limit_bytes=least)
+    found = wear_of(REQUEST, ds_config={"gradient_clipping": 0.0}, limit_bytes=least)
+    assert "during_backward" not in found
+    assert "more of host_memory_limit" in found
 
 
 def test_where_nothing_would_lower_it_no_setting_is_named() -> None:
