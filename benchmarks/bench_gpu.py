@@ -2,7 +2,8 @@
 
 Random models in the shapes of public ones, at two sizes of a step and two divisions of it, and with
 one long sequence whose checkpoints stay, go to host memory or to the drive, trained by stock and by
-memascend: one process after the other, as two of them would share the device.
+memascend: one process after the other, as two of them would share the device. Ratios of times are
+from cases in which they take turns (`gpu_turns.py`).
 Which cases run is chosen by the machine: its drive, memory and device, and the things that stock
 and transformers need. The first lines name, for each model, how many cases fit; --list says why one
 does not. What the device waits for is found in a profiler's trace of one more step, whose own time
@@ -26,22 +27,20 @@ import cases
 import device_trace
 import gpu_lacks
 import gpu_machine
+import gpu_turns
 import harness
 from gpu_machine import Machine
 from gpu_runs import (
-    LOSS_TOKENS,
     MODELS,
     RUNS,
     STEP_TOKENS,
-    TUNED,
-    TUNED_VARIABLES,
     Run,
-    config_of,
     drive_bytes,
     seconds,
+    trainee_of,
     why_not,
 )
-from trainee import Trainee
+from gpu_turns import TURNS, Turns
 
 from memascend.base.units import format_nbytes
 from memascend.system.memory import memory_available
@@ -83,24 +82,11 @@ def measure(
     run: Run, machine: Machine, folder: Path, *, accelerator: str = "cuda"
 ) -> dict[str, Any]:
     """Trains, and gives the figures of a row; or why there are none."""
-    where = "host" if run.offloads_checkpoints else "device"
-    options = ["--sequences", str(run.batch), "--checkpointing", where]
-    options += ["--loss-tokens", str(min(LOSS_TOKENS, run.sequence_tokens - 1))]
     started_s = time.monotonic()
     available = memory_available()
     steps: list[dict[str, Any]] = []
     trace = folder / "trace.json"
-    trainee = Trainee(
-        run.name,
-        config_of(run, machine),
-        MODELS[run.model],
-        folder,
-        tokens=run.sequence_tokens,
-        options=options,
-        accelerator=accelerator,
-        world=machine.gpus,
-        environment=TUNED_VARIABLES if run.contender == TUNED else {},
-    )
+    trainee = trainee_of(run, machine, folder, accelerator=accelerator)
     with least_available() as least:
         try:
             with trainee:
@@ -216,9 +202,10 @@ def written_into(document: str, text: str) -> str:
 
 def report(options: Any) -> bool:
     """Writes table.md, and the table into a document if asked; False when a run failed."""
-    found = {case.name: cases.load(case, options.out) for case in map(case_of, RUNS)}
+    every = [*map(case_of, RUNS), *map(case_of_turns, TURNS)]
+    found = {case.name: cases.load(case, options.out) for case in every}
     records = {name: record for name, record in found.items() if record is not None}
-    text = table(records)
+    text = table(records) + gpu_turns.table(records)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
     cases.pack(options, text)
@@ -235,6 +222,15 @@ def case_of(run: Run, machine: Machine | None = None) -> cases.Case:
         return cases.Case(run.name)
     lack = why_not(run, machine) or lack_of(run)
     return cases.Case(run.name, lack, seconds=seconds(run, WARMUPS + STEPS + 1))
+
+
+def case_of_turns(turns: Turns, machine: Machine | None = None) -> cases.Case:
+    """Contenders that take turns as a case, judged by what a machine has."""
+    if machine is None:
+        return cases.Case(turns.name)
+    runs, lack = gpu_turns.able(turns, machine, lack_of)
+    steps = gpu_turns.WARMUPS + gpu_turns.ROUNDS
+    return cases.Case(turns.name, lack, seconds=sum(seconds(run, steps) for run in runs))
 
 
 def lack_of(run: Run) -> str:
@@ -254,7 +250,8 @@ def overview(wanted: Sequence[cases.Case]) -> Iterator[str]:
     """
     runs = {run.name: run for run in RUNS}
     for model in MODELS:
-        of_model = [case for case in wanted if runs[case.name].model == model]
+        alone = [case for case in wanted if case.name in runs]
+        of_model = [case for case in alone if runs[case.name].model == model]
         fitting = [case for case in of_model if not case.why_not]
         if fitting:
             most = max(drive_bytes(runs[case.name]) for case in fitting)
@@ -264,6 +261,16 @@ def overview(wanted: Sequence[cases.Case]) -> Iterator[str]:
             )
         elif of_model:
             yield f"{model}: none of {len(of_model)} cases fits: {of_model[0].why_not}"
+
+
+def measured(name: str, machine: Machine, folder: Path) -> dict[str, Any]:
+    """Measure the case of this name."""
+    for turns in TURNS:
+        if turns.name == name:
+            runs, _ = gpu_turns.able(turns, machine, lack_of)
+            return gpu_turns.measure(runs, machine, folder)
+    (run,) = (run for run in RUNS if run.name == name)
+    return measure(run, machine, folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,10 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return cases.status(is_all=True, is_well=report(options))
     machine = gpu_machine.look(options.nvme_path, gpus=options.gpus)
     if options.child is not None:
-        (run,) = (run for run in RUNS if run.name == options.child)
-        cases.answer(lambda: measure(run, machine, options.nvme_path))
+        cases.answer(lambda: measured(options.child, machine, options.nvme_path))
         return cases.STATUS_OK
-    wanted = cases.chosen([case_of(run, machine) for run in RUNS], options.names, options.first)
+    every = [case_of(run, machine) for run in RUNS]
+    every += [case_of_turns(turns, machine) for turns in TURNS]
+    wanted = cases.chosen(every, options.names, options.first)
     if options.list:
         cases.show(wanted, options.out)
         return cases.STATUS_OK

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_machine import Machine
+from trainee import Trainee
 
 from memascend.base.units import format_nbytes
 from memascend.config.deepspeed import parse_deepspeed
@@ -187,6 +188,24 @@ def config_of(run: Run, machine: Machine) -> dict[str, Any]:
     if run.contender == HALF:
         config["memascend"]["host_memory_limit"] = machine.total_bytes // 2 // max(1, machine.gpus)
     return config
+
+
+def trainee_of(run: Run, machine: Machine, folder: Path, *, accelerator: str) -> Trainee:
+    """The training run, which is not started yet."""
+    where = "host" if run.offloads_checkpoints else "device"
+    options = ["--sequences", str(run.batch), "--checkpointing", where]
+    options += ["--loss-tokens", str(min(LOSS_TOKENS, run.sequence_tokens - 1))]
+    return Trainee(
+        run.name,
+        config_of(run, machine),
+        MODELS[run.model],
+        folder,
+        tokens=run.sequence_tokens,
+        options=options,
+        accelerator=accelerator,
+        world=machine.gpus,
+        environment=TUNED_VARIABLES if run.contender == TUNED else {},
+    )
 
 
 def host_bytes(run: Run, machine: Machine) -> int:
