@@ -1,7 +1,10 @@
 // Weights in two halves. Plain loops, which the compiler turns into vectors: memory bounds them.
 #include "kernels/halves.hpp"
 
+#include <bit>
+
 #include "base/check.hpp"
+#include "kernels/narrow.hpp"
 
 namespace memascend::halves {
 namespace {
@@ -33,10 +36,8 @@ void round_high_flagged(std::uint16_t* high, const std::uint16_t* low, Bits* fla
                         std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) {
     const std::uint32_t weight = std::uint32_t{high[i]} << 16 | low[i];
-    const bool is_nan = (weight & kMagnitude) > 0x7f800000;
-    const std::uint32_t rounded = (weight + kHalfLess + (high[i] & 1U)) >> 16;
     flags[i] = Flags<Bits>::with(flags[i], (weight & kTieMask) == kTie);
-    high[i] = static_cast<std::uint16_t>(is_nan ? 0x7fc0U : rounded);
+    high[i] = kernels::Bfloat16::narrow(std::bit_cast<float>(weight));
   }
 }
 

@@ -1,14 +1,14 @@
 // Weights in two halves: an fp32 weight as the bf16 number that it rounds to, and its low 16 bits.
 //
-// Rounding to nearest even adds to the high 16 bits, or does not, and the low ones tell which of
-// both; all but for a tie. Low bits of 0x8000 round to an even number from below and from above, so
-// a flag has to say which it was: set where the high half is odd. It lies in the sign of the second
-// moment, which is never negative: a sum of products of numbers that are not. 32,640 of all 2^32
-// patterns are ties with an odd high half. A NaN stays a NaN, its payload may differ.
+// Rounding to nearest even adds one to the high 16 bits, or nothing, and the low ones tell which,
+// but for a tie: low bits of 0x8000 round to the even number below or above. A flag says which, and
+// is set where the high half is odd. It lies in the sign of the second moment, which is never
+// negative: a sum of products of numbers that are not. 32,640 of all 2^32 patterns are ties with an
+// odd high half. A NaN stays a NaN, its payload may differ.
 //
 // Knows addresses and counts; must never know tensors, optimizers or steps. Any thread may call
-// every function here; the caller keeps the memory alive and lets no other thread use it. Addresses
-// need any alignment that their numbers need, and no two parts may overlap unless they are equal.
+// every function here; the caller keeps the memory alive and lets no other thread use it. Numbers
+// are aligned to their size, and no two parts may overlap.
 #pragma once
 
 #include <cstddef>

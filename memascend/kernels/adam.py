@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend._core import AdamCoefficients, KernelHelpers, adam_update
+from memascend.kernels.operands import check_operand
 from memascend.kernels.overflow import dtype_name
 
 if TYPE_CHECKING:
@@ -116,29 +117,11 @@ def _check_operands(
 ) -> None:
     numel = gradient.numel()
     is_split = dtype_name(weight.dtype) == LOW_DTYPE
-    _check("gradient", gradient, numel, DTYPES)
-    _check("weight", weight, numel, (DTYPES[0], LOW_DTYPE))
-    _check("exp_avg", exp_avg, numel, MOMENT_DTYPES)
-    _check("exp_avg_sq", exp_avg_sq, numel, (dtype_name(exp_avg.dtype),))
+    check_operand("gradient", gradient, numel, DTYPES)
+    check_operand("weight", weight, numel, (DTYPES[0], LOW_DTYPE))
+    check_operand("exp_avg", exp_avg, numel, MOMENT_DTYPES)
+    check_operand("exp_avg_sq", exp_avg_sq, numel, (dtype_name(exp_avg.dtype),))
     if output is not None:
-        _check("output", output, numel, DTYPES[2:] if is_split else DTYPES[1:])
+        check_operand("output", output, numel, DTYPES[2:] if is_split else DTYPES[1:])
     elif is_split:
         raise ValueError(f"weight in {LOW_DTYPE} has low halves alone; output has the others")
-
-
-def _check(name: str, tensor: torch.Tensor, numel: int, dtypes: tuple[str, ...]) -> None:
-    """Raise for a tensor that the core would misread: it gets only addresses."""
-    dtype = dtype_name(tensor.dtype)
-    if dtype not in dtypes:
-        raise ValueError(f"cannot step with {name} of dtype {dtype}; known: {', '.join(dtypes)}")
-    if tensor.numel() != numel:
-        raise ValueError(
-            f"{name} has {tensor.numel()} elements and the gradient {numel}; give them one length"
-        )
-    if tensor.device.type != "cpu":
-        raise ValueError(f"cannot step with {name} on device {tensor.device}; give host tensors")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"cannot step with a non-contiguous {name}: shape {tuple(tensor.shape)}, stride "
-            f"{tensor.stride()}; give the contiguous buffer it is a view of"
-        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend import _core
+from memascend.kernels.operands import check_operand
 from memascend.kernels.overflow import dtype_name
 
 if TYPE_CHECKING:
@@ -105,20 +106,7 @@ def clear_flags(flags: torch.Tensor) -> None:
 
 
 def _check(**given: tuple[torch.Tensor, tuple[str, ...]]) -> None:
-    """Raise for a tensor that the core would misread: it gets only addresses."""
-    (first, (expected, _)), *_ = given.items()
+    """Check tensors by their names: each has as many elements as the first."""
+    ((expected, _), *_) = given.values()
     for name, (tensor, dtypes) in given.items():
-        if dtype_name(tensor.dtype) not in dtypes:
-            raise ValueError(f"{name} is of dtype {tensor.dtype}; known: {', '.join(dtypes)}")
-        if tensor.numel() != expected.numel():
-            raise ValueError(
-                f"{name} has {tensor.numel()} elements and {first} {expected.numel()}; give them "
-                "one length"
-            )
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on device {tensor.device}; give host tensors")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is not contiguous: shape {tuple(tensor.shape)}, stride "
-                f"{tensor.stride()}; give the contiguous buffer it is a view of"
-            )
+        check_operand(name, tensor, expected.numel(), dtypes)

@@ -17,7 +17,7 @@ import pytest
 from gpu_machine import Machine
 
 from memascend.base.units import GIB
-from tests.support.gpu_machine_facts import MACHINE
+from tests.support.gpu_machine_facts import MACHINE, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -329,13 +329,7 @@ def test_a_child_measures_the_run_that_it_is_asked_for(
 def test_a_run_is_measured_without_a_device_but_for_what_a_device_waits_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = gpu_runs.MODELS["qwen2.5-0.5b"].shape | {
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    shape = gpu_runs.MODELS["qwen2.5-0.5b"].shape | SMALL
     monkeypatch.setitem(gpu_runs.MODELS, "qwen2.5-0.5b", gpu_runs.Public(shape))
     monkeypatch.setitem(gpu_runs.STEP_TOKENS, "4k", 256)
     monkeypatch.setitem(gpu_runs.STEP_TOKENS, "context-32k", 512)

@@ -13,7 +13,7 @@ import pytest
 from gpu_machine import Machine
 
 from memascend.base.units import GIB
-from tests.support.gpu_machine_facts import MACHINE
+from tests.support.gpu_machine_facts import MACHINE, SMALL
 
 LARGE = Machine(1, 139 * GIB, 120 * GIB, 128 * GIB, 500 * GIB)
 
@@ -117,13 +117,7 @@ def test_a_child_measures_the_contenders_that_can_run(
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_turns_are_taken_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = gpu_runs.MODELS["qwen2.5-0.5b"].shape | {
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    shape = gpu_runs.MODELS["qwen2.5-0.5b"].shape | SMALL
     monkeypatch.setitem(gpu_runs.MODELS, "qwen2.5-0.5b", gpu_runs.Public(shape))
     monkeypatch.setitem(gpu_runs.STEP_TOKENS, "4k", 256)
     ours = [run for run in turns_of("qwen2.5-0.5b/4k/x8/in-turns").runs if not run.is_stock]

@@ -182,11 +182,11 @@ def test_bits_of_halves_do_not_depend_on_threads() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"low": torch.zeros(3, dtype=torch.int16)}, "low has 3 elements and rounded 4"),
-        ({"low": torch.zeros(4)}, "low is of dtype torch.float32; known: int16"),
-        ({"flags": torch.zeros(4, dtype=torch.float16)}, "flags is of dtype torch.float16"),
-        ({"weights": torch.zeros(8)[::2]}, "weights is not contiguous"),
-        ({"weights": torch.zeros(4, device="meta")}, "weights is on device meta"),
+        ({"low": torch.zeros(3, dtype=torch.int16)}, "low has 3 elements, others 4"),
+        ({"low": torch.zeros(4)}, "low is of dtype float32; known: int16"),
+        ({"flags": torch.zeros(4, dtype=torch.float16)}, "flags is of dtype float16"),
+        ({"weights": torch.zeros(8)}, "weights has 8 elements"),
+        ({"rounded": torch.zeros(4)}, "rounded is of dtype float32; known: bfloat16"),
     ],
 )
 def test_a_tensor_that_the_core_would_misread_is_refused(given: dict[str, Any], says: str) -> None:

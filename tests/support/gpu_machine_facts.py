@@ -1,4 +1,4 @@
-"""What a machine with a GPU says of itself in the records of benchmarks and checks."""
+"""The GPU benches' stand-ins: a machine as its records have it, and a model a CPU can train."""
 
 from __future__ import annotations
 
@@ -11,4 +11,12 @@ MACHINE = {
     "kernel": "6.18",
     "memory_bytes": 128 << 30,
     "filesystem": {"type": "ext4", "device": "/dev/nvme0n1"},
+}
+#: Numbers of a model of which a CPU trains some steps in seconds.
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
 }
