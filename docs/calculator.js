@@ -107,6 +107,8 @@ const NUMBERS = {
   "prefetch_bytes_min": 33554432,
   "repeated_count_min": 3,
   "activation_bytes_min": 1048576,
+  "read_gb_s": 3.0,
+  "write_gb_s": 0.8,
   "host_reserve_bytes": 3221225472,
   "aligned_bytes": 1024,
   "swappable_bytes_min": 1048576,
@@ -256,7 +258,7 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens, drives
     host += pageUp(kept);
     return nbytes - kept;
   });
-  const [parameters, ...others] = drive;
+  const [parameters, gradients, ...others] = drive;
   const saved = activationBytes(model, tokens);
   const whole = sum(tensors.map((tensor) => tensor.numel));
   return {
@@ -264,8 +266,8 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens, drives
     host,
     peak: host,
     drive: sum(drive) + saved,
-    read: passesBytes(parameters, whole, held) + sum(others) + saved,
-    written: sum(drive) + saved,
+    passes: { read: passesBytes(parameters, whole, held) + saved, written: gradients + saved },
+    optimizer: { read: gradients + sum(others), written: parameters + sum(others) },
   };
 }
 
@@ -346,10 +348,24 @@ function stockAccount(model, tensors, groups, { world, tokens }) {
     host,
     peak: Math.max(start, host + state + checkpoints),
     drive: sum(onDrive.map((tensor) => aligned(shard(tensor), N.param_itemsize))) + others,
-    read: passesBytes(travelling, sum(tensors.map((tensor) => tensor.numel))) + others,
-    written: travelling + others,
+    passes: { read: passesBytes(travelling, sum(tensors.map((tensor) => tensor.numel))), written: gradients },
+    optimizer: { read: others, written: travelling + others - gradients },
   };
 }
+
+/** Return the seconds in which drives move so much; memascend/plan/drive_rates.py has the reasons. */
+function secondsOf({ read, written }, rates) {
+  const both = Math.min(read, written);
+  const mixed = rates.mixed || 2 / (1 / rates.read + 1 / rates.written);
+  const together = (2 * both) / mixed + (read - both) / rates.read + (written - both) / rates.written;
+  return Math.max(read / rates.read, written / rates.written, together) / 1e9;
+}
+
+/** Return the drive time of a step of one rank: that of the passes, then that of the optimizer. */
+const stepSeconds = ({ passes, optimizer }, rates) => secondsOf(passes, rates) + secondsOf(optimizer, rates);
+
+/** Return the bytes that go one way in a step. */
+const movedIn = ({ passes, optimizer }, way) => passes[way] + optimizer[way];
 
 /**
  * Return both accounts of one rank.
@@ -371,6 +387,7 @@ function accountsOf(model, options) {
 const OWN = "own numbers";
 const COUNT_MAX = 1e9; // what a field takes; keeps the arithmetic finite
 const LAYERS_MAX = 1e4; // and the page quick
+const RATE_MIN = 0.001;
 const MODEL_FIELDS = [
   ["layers", "layers"],
   ["hidden", "hidden size"],
@@ -388,6 +405,9 @@ const RUN_FIELDS = [
   ["nodes", "machines", 1],
   ["ranks", "GPUs of each", 1],
   ["drives", "drives of each", 1],
+  ["read", "GB/s that a drive reads", NUMBERS.read_gb_s],
+  ["written", "GB/s that it writes for long", NUMBERS.write_gb_s],
+  ["mixed", "GB/s of both at the same time; 0: they take turns", 0],
   ["memory", "host memory of each, GiB", 64],
   ["limit", "host_memory_limit, GiB; 0: none", 0],
   ["tokens", "tokens of a micro-step whose checkpoints leave the device; 0: none do", 0],
@@ -400,7 +420,7 @@ function readNumber(form, name) {
 }
 
 /** Return the table of both accounts for one machine, as HTML, and what to make of it. */
-function resultOf(model, { nodes, ranks, drives, memory, limit, tokens }, name) {
+function resultOf(model, { nodes, ranks, drives, read, written, mixed, memory, limit, tokens }, name) {
   const world = nodes * ranks;
   const run = { world, limit: limit * GIB, tokens, drives: Math.ceil(drives / ranks) };
   const { parameters, stock, memascend } = accountsOf(model, run);
@@ -412,7 +432,10 @@ function resultOf(model, { nodes, ranks, drives, memory, limit, tokens }, name) 
   const row = (title, cell) => `<tr><td>${title}</td><td>${cell(stock)}</td><td>${cell(memascend)}</td></tr>`;
   const other = NUMBERS.host_reserve_bytes;
   const fits = (account) => ((account.peak + other) * ranks <= memory * GIB ? "yes" : "no");
-  const options = `--world ${world} --nodes ${nodes}${limit ? ` --limit ${limit}GiB` : ""}`;
+  const rates = { read: read * drives, written: written * drives, mixed: mixed * drives };
+  const seconds = (account) => `${(stepSeconds(account, rates) * ranks).toFixed(1)} s`;
+  const stated = `--drive-read ${rates.read} --drive-write ${rates.written}${mixed ? ` --drive-mixed ${rates.mixed}` : ""}`;
+  const options = `--world ${world} --nodes ${nodes}${limit ? ` --limit ${limit}GiB` : ""} ${stated}`;
   const volumes = drives > 1 ? ` with a --config that has ${drives} <code>volumes</code>` : "";
   const command = name === OWN ? "" : `<p><code>memascend plan ${name} ${options}</code>${volumes} says more.</p>`;
   return `<p>${(parameters / 1e9).toFixed(2)} billion parameters. For each machine, in GiB:</p>
@@ -421,8 +444,9 @@ function resultOf(model, { nodes, ranks, drives, memory, limit, tokens }, name) 
     ${row("at its highest", (account) => gib(account.peak * ranks))}
     ${row(`fits in ${memory}, with ${gib(other * ranks)} for Python and torch`, fits)}
     ${row("on the drives", (account) => gib(account.drive * ranks))}
-    ${row("read in a step", (account) => gib(account.read * ranks))}
-    ${row("written in a step", (account) => gib(account.written * ranks))}
+    ${row("read in a step", (account) => gib(movedIn(account, "read") * ranks))}
+    ${row("written in a step", (account) => gib(movedIn(account, "written") * ranks))}
+    ${row("the drives need for a step", seconds)}
     </tbody></table>
     <p>The least <code>host_memory_limit</code> that works is ${least} for each rank.</p>${command}`;
 }
@@ -435,11 +459,12 @@ function startCalculator(place) {
     const range = `min="${least}" max="${most}" step="${step}"`;
     return label(text, `<input name="${name}" type="number" ${range} value="${value}">`);
   };
+  const leastOf = (text, value) => (value && text.includes("GB/s") ? RATE_MIN : Math.min(value, 1));
   const names = [...Object.keys(NUMBERS.models), OWN];
   const choice = names.map((name) => `<option>${name}</option>`).join("");
   place.innerHTML = `<form class="calculator">
     <fieldset>${label("model", `<select name="model">${choice}</select>`)}
-    ${RUN_FIELDS.map(([name, text, value]) => input(name, text, value, Math.min(value, 1), text.includes("GiB") ? "any" : 1)).join("")}</fieldset>
+    ${RUN_FIELDS.map(([name, text, value]) => input(name, text, value, leastOf(text, value), /GiB|GB/.test(text) ? "any" : 1)).join("")}</fieldset>
     <details><summary>the model's numbers</summary><fieldset>${MODEL_FIELDS.map(([name, text]) => input(name, text, 1, name === "experts" ? 0 : 1)).join("")}
     ${MODEL_FLAGS.map(([name, text]) => label(text, ` <input name="${name}" type="checkbox">`)).join("")}</fieldset></details>
     </form><div class="calculator-result" aria-live="polite"></div>`;

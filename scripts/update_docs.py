@@ -25,7 +25,7 @@ from memascend.cli.main import main as run_memascend
 from memascend.config.block import ActivationConfig, MemAscendConfig
 from memascend.config.deepspeed import ZeroOptimization
 from memascend.config.messages import rules_of
-from memascend.plan import knobs, stock
+from memascend.plan import drive_rates, knobs, stock
 from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
 from memascend.plan.layers import FP32_BYTES
 from memascend.plan.request import PlanRequest
@@ -109,6 +109,8 @@ def calculator() -> str:
         "prefetch_bytes_min": sizes.PREFETCH_BYTES_MIN,
         "repeated_count_min": sizes.REPEATED_COUNT_MIN,
         "activation_bytes_min": limits.min_bytes,
+        "read_gb_s": drive_rates.READ_GB_S,
+        "write_gb_s": drive_rates.WRITE_GB_S,
         "host_reserve_bytes": HOST_RESERVE_BYTES,
         "aligned_bytes": stock.ALIGNED_BYTES,
         "swappable_bytes_min": stock.SWAPPABLE_BYTES_MIN,

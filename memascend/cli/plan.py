@@ -39,6 +39,7 @@ from memascend.cli.plan_time import (
     add_time_options,
     drive_seconds,
     ranks_of_node,
+    rates_of,
     time_json,
     time_notes,
 )
@@ -157,6 +158,7 @@ def plan_command(args: argparse.Namespace) -> int:
         )
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
     settings, block = parse_deepspeed(ds_config), _block(ds_config, args)
+    args.drive = rates_of(args, _volume_paths(settings, block))
     accounts_of = functools.partial(_accounts, settings=settings, block=block, args=args)
     if args.table and args.fit:
         print(fit_markdown(lambda shapes: _training(accounts_of(shapes), args), args))
@@ -279,6 +281,13 @@ def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendC
     return parse_block(raw)
 
 
+def _volume_paths(settings: DeepSpeedSettings, block: MemAscendConfig) -> list[str]:
+    """Return the paths of the volumes that a run would use; empty if the JSON names none."""
+    zero = settings.zero_optimization
+    fallback = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path
+    return [volume.path for volume in block.volumes or ()] or ([fallback] if fallback else [])
+
+
 def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
     value = block.host_memory_limit
     is_fraction = isinstance(value, int | float) and value <= 1
@@ -336,15 +345,12 @@ def _saved(plan: Footprint, reference: Footprint) -> str:
 def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     notes = [
-        "drive time: all planned bytes, first those of the passes, then those of the optimizer, at "
-        f"{args.drive_read:g} GB/s read and {args.drive_write:g} GB/s written (--drive-read, "
-        "--drive-write; 1 GB is 10^9 bytes), shared by all ranks of a machine",
         *time_notes(plan, args),
         "not counted: Python, torch, the device's context, activations, the page cache",
     ]
     if plan.drive[PARAMETERS]:
         notes.insert(
-            1,
+            2,
             "parameters are read in forward and in backward, in each of "
             f"{plan.request.gradient_accumulation_steps} micro-step(s), except those that "
             "stage3_max_reuse_distance keeps on the device between the two",
@@ -452,8 +458,9 @@ def _as_json(accounts: Accounts, args: argparse.Namespace) -> dict[str, Any]:
         "parameters": accounts.shapes.numel,
         "world": args.world,
         "nodes": args.nodes,
-        "drive_read_gb_s": args.drive_read,
-        "drive_write_gb_s": args.drive_write,
+        "drive_read_gb_s": args.drive.rates.read_gb_s,
+        "drive_write_gb_s": args.drive.rates.write_gb_s,
+        "drive_mixed_gb_s": args.drive.rates.both_gb_s,
         **{
             name: dataclasses.asdict(plan)
             | {

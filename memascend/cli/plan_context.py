@@ -25,7 +25,7 @@ from memascend.cli.plan_one_pass import (
     notes_of_comparison,
     slice_tokens_of,
 )
-from memascend.cli.plan_time import drive_seconds
+from memascend.cli.plan_time import drive_seconds, rate_notes
 from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
@@ -392,6 +392,7 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
             'activations on the drive, as in memascend\'s columns, need "activations": '
             '{"enabled": true} in the block'
         )
+    notes += rate_notes(args)
     by_title = {plan.way.title: plan for plan in plans}
     ours = by_title.get(ONE_PASS, by_title[OURS_CHECKPOINTS.title])
     if ours.drive_bytes:

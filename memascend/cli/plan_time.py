@@ -5,31 +5,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from memascend.base.units import format_nbytes
+from memascend.config.environment import cache_directory
 from memascend.plan.derive import SECOND_VALUES, Plan
+from memascend.plan.drive_rates import READ_GB_S, WRITE_GB_S, DriveRates
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
+from memascend.volumes.kept import kept_rates
 
-#: Sustained bandwidth of a PCIe 4.0 drive; shown in the output, since only a measurement is exact.
-DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
 #: A share of the gradients above that of an embedding and a head, which find no room by default.
 HELD_UP_MIN = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class CountedRates:
+    """The rates that a command counts with, and where they are from."""
+
+    rates: DriveRates
+    source: str  # a sentence
+
+
 def add_time_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the drive's bandwidth and the compute time of the passes."""
+    """Add the options for the drive's sustained rates and the compute time of the passes."""
     for name, does, default in (
-        ("read", "reads", DRIVE_READ_GB_S),
-        ("write", "writes", DRIVE_WRITE_GB_S),
+        ("read", "reads", f"{READ_GB_S:g}"),
+        ("write", "writes for long", f"{WRITE_GB_S:g}"),
+        ("mixed", "reads and writes at the same time, both counted", "as if they took turns"),
     ):
         parser.add_argument(
             f"--drive-{name}",
             type=_above_zero,
-            default=default,
             metavar="GB/s",
-            help=f"10^9 bytes per second that the drive {does} (default: {default:g})",
+            help=f"10^9 bytes per second that the drive {does} (default: {default}; with --config "
+            "the rates that `memascend volume bench --sustained` has measured here)",
         )
     parser.add_argument(
         "--compute",
@@ -46,20 +57,71 @@ def ranks_of_node(args: argparse.Namespace) -> int:
     return int(args.world // args.nodes)
 
 
+def rates_of(args: argparse.Namespace, paths: Sequence[str] = ()) -> CountedRates:
+    """Return the rates to count with: those stated, else those measured, else the defaults.
+
+    `paths` are the folders or devices of the volumes. Their measured rates are used only if no rate
+    is stated, as rates of one drive belong together.
+    """
+    names = ("read", "write", "mixed")
+    stated = {name: value for name in names if (value := getattr(args, f"drive_{name}"))}
+    if not stated and (found := measured_rates(paths)):
+        return found
+    assumed = [name for name in ("read", "write") if name not in stated]
+    source = "as stated"
+    if assumed:
+        source = (
+            f"{' and '.join(assumed)} not measured, but assumed: a modest consumer drive whose "
+            "write cache is full. `memascend volume bench --sustained` measures yours"
+        )
+    if "mixed" not in stated:
+        source += "; reads and writes are taken to take turns"
+    return CountedRates(DriveRates(**{f"{name}_gb_s": stated[name] for name in stated}), source)
+
+
+def measured_rates(paths: Sequence[str]) -> CountedRates | None:
+    """Return the rates that were measured of the drives below these paths; None if none were."""
+    found = kept_rates(paths, cache=cache_directory())
+    if found is None:
+        return None
+    source = f"measured by `memascend volume bench --sustained` on {', '.join(paths)}"
+    return CountedRates(DriveRates(**asdict(found)), source)
+
+
+def describe_rates(rates: DriveRates) -> str:
+    """Return the rates in words."""
+    return (
+        f"{rates.read_gb_s:.3g} GB/s read, {rates.write_gb_s:.3g} GB/s written and "
+        f"{rates.both_gb_s:.3g} GB/s of both at the same time"
+    )
+
+
 def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
     """Return the drive time of a step in seconds."""
-    return plan.step_seconds(**_speeds(args))
+    return plan.step_seconds(args.drive.rates, ranks=ranks_of_node(args))
 
 
 def drive_time(plan: Plan, args: argparse.Namespace, *, activation_bytes: int = 0) -> DriveTime:
     """Return the drive time of a step's parts; a micro-step saves `activation_bytes` there."""
-    return DriveTime.of_plan(plan, activation_bytes=activation_bytes, **_speeds(args))
+    return DriveTime.of_plan(
+        plan, args.drive.rates, ranks=ranks_of_node(args), activation_bytes=activation_bytes
+    )
+
+
+def rate_notes(args: argparse.Namespace) -> list[str]:
+    """Return notes on the rates of the drive, and where they are from."""
+    return [
+        "drive time: all planned bytes, first those of the passes, then those of the optimizer, at "
+        f"{describe_rates(args.drive.rates)} (--drive-read, --drive-write, --drive-mixed; 1 GB is "
+        "10^9 bytes), shared by all ranks of a machine",
+        f"rates of the drive: {args.drive.source}",
+    ]
 
 
 def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """Return notes on how far compute hides the optimizer's drive time."""
+    """Return notes on the drive's rates, and on how far compute hides the optimizer's part."""
     drive = drive_time(plan, args)
-    notes = []
+    notes = rate_notes(args)
     if plan.drive.get(SECOND_VALUES):
         what = "a part of the optimizer" if drive.optimizer_s else "the optimizer"
         notes.append(
@@ -100,15 +162,6 @@ def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
         found["least_seconds"] = drive.step_s(*args.compute)
         found["unhidden_seconds"] = drive.unhidden_s(*args.compute)
     return found
-
-
-def _speeds(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the drive's bandwidth and ranks, as keyword arguments of the plan's functions."""
-    return {
-        "read_gb_s": args.drive_read,
-        "write_gb_s": args.drive_write,
-        "ranks": ranks_of_node(args),
-    }
 
 
 def _above_zero(text: str) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memascend.errors import ConfigError
+from memascend.plan.drive_rates import DriveRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +51,16 @@ class Footprint:
         """All bytes on the drive."""
         return sum(self.drive.values())
 
-    def step_seconds(self, *, read_gb_s: float, write_gb_s: float, ranks: int = 1) -> float:
+    def step_seconds(self, rates: DriveRates, *, ranks: int = 1) -> float:
         """Return the drive time of one optimizer step in seconds, without compute.
 
-        Speeds are in 10^9 bytes per second; `ranks` share the drive. All planned bytes are moved;
-        parameters found in a slot reduce it. Reads and writes are assumed to overlap fully, but
-        passes and optimizer are not: the optimizer starts after the last gradient has arrived.
-
-        Raises:
-            ConfigError: A speed is not above zero.
+        `ranks` share the drive. All planned bytes are moved; parameters found in a slot reduce it.
+        Reads and writes of a phase are under way at the same time, but passes and optimizer are
+        not: the optimizer starts after the last gradient has arrived.
         """
-        if read_gb_s <= 0 or write_gb_s <= 0:
-            raise ConfigError(f"drive speeds must be above 0 GB/s, got {read_gb_s}, {write_gb_s}")
         read_all, written_all = sum(self.read_bytes.values()), sum(self.written_bytes.values())
-        phases = (
-            (self.passes_read_bytes, self.passes_written_bytes),
-            (read_all - self.passes_read_bytes, written_all - self.passes_written_bytes),
+        passes_s = rates.seconds(self.passes_read_bytes, self.passes_written_bytes)
+        optimizer_s = rates.seconds(
+            read_all - self.passes_read_bytes, written_all - self.passes_written_bytes
         )
-        return ranks * sum(
-            max(read / read_gb_s, written / write_gb_s) / 1e9 for read, written in phases
-        )
+        return ranks * (passes_s + optimizer_s)

@@ -1,9 +1,9 @@
-"""Lower bound of the time of a step: drive time, and the part of it that compute hides.
+"""Least time of a step at a drive's rates: drive time, and the part of it that compute hides.
 
 Pure arithmetic. The optimizer begins after the last backward pass, when norm and verdict are known,
 and continues during the next forward pass, whose last layer cannot compute before the optimizer is
 done. With several micro-steps this is the forward pass of the first one. Reads and writes of parts
-that run together are assumed to overlap fully.
+that run together overlap as far as the drive's mixed rate lets them.
 
 Gradients of a layer that find no room, on the device or in host memory, hold up backward: while the
 drive takes them nothing is computed. That part is an estimate; it is 0 if a layer finds room.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from memascend.base.sizes import LEFT_ONE_OF
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan.derive import SECOND_VALUES, Plan
+from memascend.plan.drive_rates import DriveRates
 
 
 class _Moved(NamedTuple):
@@ -48,20 +49,19 @@ class DriveTime:
     def of_plan(
         cls,
         plan: Plan,
+        rates: DriveRates,
         *,
-        read_gb_s: float,
-        write_gb_s: float,
         ranks: int = 1,
         activation_bytes: int = 0,
     ) -> DriveTime:
-        """Return the drive time for the traffic of a plan; speeds are in 10^9 bytes per second.
+        """Return the drive time for the traffic of a plan.
 
         Each micro-step writes `activation_bytes` of saved activations in its forward pass, and
         reads them in its backward pass.
         """
 
         def seconds(moved: _Moved) -> float:
-            return ranks * max(moved.read / read_gb_s, moved.written / write_gb_s) / 1e9
+            return ranks * rates.seconds(moved.read, moved.written)
 
         steps = plan.request.gradient_accumulation_steps
         saved = _Moved(0, activation_bytes)

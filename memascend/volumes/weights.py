@@ -11,23 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, TypeAdapter, ValidationError
 
 from memascend import _core
-from memascend.base.json_text import parse_json
 from memascend.base.progress import byte_progress
 from memascend.base.units import MIB
 from memascend.config.environment import local_rank
-from memascend.system.files import replace_durably
 from memascend.system.locks import release_lock_file, take_lock_file
-from memascend.system.mounts import SYSFS, block_folder, device_number, read_line
+from memascend.volumes.kept import identity, read_kept, write_kept
 from memascend.volumes.speed import Bench, Load
 
 log = logging.getLogger(__name__)
@@ -42,10 +36,6 @@ PROBE_SPAN_BYTES = 256 * MIB
 ALIKE_RATIO = 1.25
 #: Maximum time that a rank waits for another rank's measurement.
 LOCK_SECONDS = 20.0
-_ENTRY_COUNT_MAX = 64
-_FILE_BYTES_MAX = 1 * MIB
-#: An entry of the file.
-_WEIGHTS = TypeAdapter(list[Annotated[float, Field(strict=True, gt=0, le=1000)]])
 
 
 def measured_weights(
@@ -63,7 +53,7 @@ def measured_weights(
     setting = f"{load.engine}, {load.chunk_bytes} x {load.queue_depth}"
     key = json.dumps([*identities, f"Linux {platform.release()}, {setting}"])
     with _locked(cache):
-        known = _read(cache / CACHE_FILE)
+        known = read_kept(cache / CACHE_FILE)
         weights = known.get(key, [])
         if len(weights) == len(volumes):
             log.info("volumes: weights %s, measured before, in %s", _text(volumes, weights), cache)
@@ -84,8 +74,7 @@ def measured_weights(
             _text(volumes, weights),
             ", ".join(f"{rate / 1e9:.2f} GB/s" for rate in rates),
         )
-        known[key] = weights
-        _write(cache / CACHE_FILE, dict(list(known.items())[-_ENTRY_COUNT_MAX:]))
+        write_kept(cache / CACHE_FILE, known | {key: weights})
     return weights
 
 
@@ -99,48 +88,10 @@ def weights_of(rates: Sequence[float]) -> list[float]:
     return [min(1000.0, round(rate / slowest, 2)) for rate in rates]
 
 
-def identity(path: str, sysfs: Path = SYSFS) -> str:
-    """Return the identity of a path's drive: its serial number if known, and its size."""
-    block = block_folder(path, sysfs)
-    if block is None:
-        system = os.statvfs(path)
-        return f"device {device_number(path)}, {system.f_blocks * system.f_frsize} bytes"
-    size = read_line(block / "size")
-    for folder in (block, block.parent):  # a partition's parent is its drive
-        for name in ("wwid", "device/wwid", "serial", "device/serial"):  # wwid: of a namespace
-            serial = read_line(folder / name)
-            if serial:
-                return f"{os.path.basename(name)} {serial}, {size} sectors"
-    return f"device {device_number(path)}, {size} sectors"
-
-
 def _text(volumes: Sequence[_core.VolumeOptions], weights: Sequence[float]) -> str:
     return ", ".join(
         f"{volume.path}={weight:g}" for volume, weight in zip(volumes, weights, strict=True)
     )
-
-
-def _read(path: Path) -> dict[str, list[float]]:
-    """Return the entries of the file that are lists of weights; empty if it is damaged."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            found = parse_json(file.read(_FILE_BYTES_MAX))
-    except (OSError, ValueError):
-        return {}
-    entries = {}
-    for key, value in found.items() if isinstance(found, dict) else ():
-        with contextlib.suppress(ValidationError):
-            entries[key] = _WEIGHTS.validate_python(value)
-    return entries
-
-
-def _write(path: Path, entries: dict[str, list[float]]) -> None:
-    """Replace the file; if it cannot be written, the run continues without."""
-    try:
-        replace_durably(path, json.dumps(entries, indent=1), mode=0o600)
-    except OSError as error:
-        log.debug("volumes: cannot keep the weights in %s: %s", path, error)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def test_the_json_has_what_the_table_shows(capsys: pytest.CaptureFixture[str]) -
 def test_slower_drives_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("Llama-3.1-8B", "--context", "65536", "--drive-write")
     fast, slow = (as_json(capsys, *arguments, speed)["context"]["ways"] for speed in ("4", "1"))
-    assert slow[OURS]["added_seconds"] > 3 * fast[OURS]["added_seconds"]
+    assert slow[OURS]["added_seconds"] > 2 * fast[OURS]["added_seconds"]
 
 
 def test_ranks_share_the_drive_of_their_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:

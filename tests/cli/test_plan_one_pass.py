@@ -159,6 +159,7 @@ def test_compute_is_that_of_the_batch_and_divided_among_micro_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = (*BATCH, "--device-memory", "48GiB", "--compute", "600", "1800")
+    arguments += ("--drive-write", "3")
     found = as_json(capsys, *arguments)["one_pass"]
     # Computing takes so long that the drive is hidden, but for gradients without room.
     for step in (found["one_pass"], found["accumulation"]):

@@ -22,9 +22,10 @@ from memascend.errors import CheckpointError, ConfigError
 from memascend.plan import safetensors, shapes
 from memascend.plan.context import widths_of
 from memascend.plan.layers import layer_bytes
-from memascend.volumes import weights as volume_weights
 from memascend.volumes.header import HEADER_BYTES, Header, HeaderError, new_header, parse
+from memascend.volumes.kept import read_kept, write_kept
 from memascend.volumes.signatures import _MAGICS, find_signatures
+from memascend.volumes.weights import CACHE_FILE
 from tests.fuzz.mutations import (
     Mutate,
     mutate_bytes,
@@ -269,13 +270,13 @@ def config_seeds() -> list[bytes]:
 
 
 def check_weights(data: bytes) -> None:
-    path = _weights_folder() / volume_weights.CACHE_FILE
+    path = _weights_folder() / CACHE_FILE
     path.write_bytes(data)
-    entries = volume_weights._read(path)
+    entries = read_kept(path)
     for key, weights in entries.items():
         assert all(math.isfinite(weight) and 0 < weight <= 1000 for weight in weights), key
-    volume_weights._write(path, {**entries, "new": [1.0, 2.0]})
-    assert volume_weights._read(path)["new"] == [1.0, 2.0]
+    write_kept(path, {**entries, "new": [1.0, 2.0]})
+    assert read_kept(path)["new"] == [1.0, 2.0]
 
 
 def _weights_folder() -> Path:

@@ -37,6 +37,7 @@ from memascend.plan.context import (
     with_activations,
 )
 from memascend.plan.derive import PlanRequest
+from memascend.plan.drive_rates import DriveRates
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
 from tests.support.trainings import training
@@ -237,8 +238,7 @@ def test_activations_are_moved_in_every_micro_step() -> None:
     for kind in ("passes_read_bytes", "passes_written_bytes"):
         assert getattr(found, kind) - getattr(plan, kind) == 40 * GIB
     assert found.read_bytes["activations"] == found.written_bytes["activations"] == 40 * GIB
-    speeds = {"read_gb_s": 5.0, "write_gb_s": 3.0}
-    assert found.step_seconds(**speeds) > plan.step_seconds(**speeds)
+    assert found.step_seconds(DriveRates()) > plan.step_seconds(DriveRates())
 
 
 def test_slices_have_their_logits_and_layers_beside_tensors_of_the_whole_batch() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memascend.errors import ConfigError
+from memascend.plan.drive_rates import DriveRates
 from memascend.plan.footprint import Footprint
 
 GB = 10**9
@@ -41,28 +41,22 @@ def test_what_comes_at_the_start_comes_together_and_in_a_step_one_after_the_othe
 
 
 @pytest.mark.parametrize(
-    ("read", "write", "seconds"),
+    ("read", "write", "mixed", "seconds"),
     [
-        (2, 1, 6 / 2 + 9 / 1),  # the passes wait for reads, the optimizer for writes
-        (1, 2, 6 / 1 + 8 / 1),
-        (8, 1, 2 / 1 + 9 / 1),
-        (0.5, 1000, 6 / 0.5 + 8 / 0.5),
+        (2, 1, 1e3, 6 / 2 + 9 / 1),  # the passes wait for reads, the optimizer for writes
+        (1, 2, 1e3, 6 / 1 + 8 / 1),
+        (8, 1, 1e3, 2 / 1 + 9 / 1),
+        (0.5, 1000, 1e3, 6 / 0.5 + 8 / 0.5),
+        (2, 2, 1, (4 / 1 + 4 / 2) + (16 / 1 + 1 / 2)),
+        (2, 1, None, (6 / 2 + 2 / 1) + (8 / 2 + 9 / 1)),
     ],
 )
-def test_the_floor_adds_the_passes_and_the_optimizer(
-    read: float, write: float, seconds: float
+def test_the_drive_time_adds_the_passes_and_the_optimizer(
+    read: float, write: float, mixed: float | None, seconds: float
 ) -> None:
-    found = footprint().step_seconds(read_gb_s=read, write_gb_s=write)
-    assert found == pytest.approx(seconds)
-    shared = footprint().step_seconds(read_gb_s=read, write_gb_s=write, ranks=4)
-    assert shared == pytest.approx(4 * seconds)
-
-
-@pytest.mark.parametrize(("read", "write"), [(0, 1), (1, 0), (-1, 1), (1, -0.5)])
-def test_a_drive_without_a_speed_is_an_error(read: float, write: float) -> None:
-    with pytest.raises(ConfigError, match="above 0") as caught:
-        footprint().step_seconds(read_gb_s=read, write_gb_s=write)
-    assert f"{read}, {write}" in str(caught.value)
+    rates = DriveRates(read_gb_s=read, write_gb_s=write, mixed_gb_s=mixed)
+    assert footprint().step_seconds(rates) == pytest.approx(seconds)
+    assert footprint().step_seconds(rates, ranks=4) == pytest.approx(4 * seconds)
 
 
 def test_a_footprint_is_a_plain_frozen_value() -> None:

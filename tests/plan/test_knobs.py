@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from memascend.base.sizes import STAGING_SLOT_BYTES
 from memascend.base.units import GIB, KIB, MIB
 from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
+from memascend.plan.drive_rates import DriveRates
 from memascend.plan.knobs import (
     SMALL_NUMEL,
     SPARE_COUNT,
@@ -217,7 +218,7 @@ def test_the_cache_takes_parameters_first_and_gradients_when_accumulating() -> N
 def test_with_room_for_everything_the_drive_is_idle() -> None:
     plan = derive(decoder(), request=PlanRequest(), limit_bytes=100 * GIB)
     assert plan.drive_bytes == 0
-    assert plan.step_seconds(read_gb_s=1, write_gb_s=1) == 0
+    assert plan.step_seconds(DriveRates()) == 0
     assert plan.host["resident cache"] < 16 * decoder().numel + 16 * KIB
 
 

@@ -9,10 +9,15 @@ import pytest
 from memascend.base.sizes import LEFT_ONE_OF
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
+from memascend.plan.drive_rates import DriveRates
 from memascend.plan.shapes import ModelShapes, TensorShape, builtin
 from memascend.plan.step_time import DriveTime
 
-SPEEDS = {"read_gb_s": 5.0, "write_gb_s": 4.0}
+#: A drive that reads and writes at the same time as fast as it does either alone.
+RATES = DriveRates(read_gb_s=5.0, write_gb_s=4.0, mixed_gb_s=1e9)
+#: Drives that take time for reads alone, and for writes alone.
+READS = DriveRates(read_gb_s=1.0, write_gb_s=1e9)
+WRITES = DriveRates(read_gb_s=1e9, write_gb_s=1.0)
 SHAPES = builtin("Qwen2.5-7B")
 DRIVE = DriveTime(
     first_forward_s=2.0, backward_s=3.0, last_backward_s=3.0, optimizer_s=8.0, behind_s=9.0
@@ -57,18 +62,18 @@ def plan_of(**changes: object) -> Plan:
 
 
 def drive_time(ranks: int = 1, **changes: object) -> DriveTime:
-    return DriveTime.of_plan(plan_of(**changes), **SPEEDS, ranks=ranks)
+    return DriveTime.of_plan(plan_of(**changes), RATES, ranks=ranks)
 
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_the_parts_of_a_plan_are_all_that_it_moves(steps: int) -> None:
     plan = plan_of(gradient_accumulation_steps=steps, accumulation_dtype="fp32")
     # A drive that reads alone, and one that writes alone, have to take all of it.
-    for speeds, nbytes in (
-        ({"read_gb_s": 1.0, "write_gb_s": 1e9}, sum(plan.read_bytes.values())),
-        ({"read_gb_s": 1e9, "write_gb_s": 1.0}, sum(plan.written_bytes.values())),
+    for rates, nbytes in (
+        (READS, sum(plan.read_bytes.values())),
+        (WRITES, sum(plan.written_bytes.values())),
     ):
-        drive = DriveTime.of_plan(plan, **speeds)
+        drive = DriveTime.of_plan(plan, rates)
         assert drive.step_s(0.0, 0.0) == pytest.approx(nbytes / 1e9, rel=1e-3)
     assert drive.micro_steps == steps
 
@@ -84,7 +89,7 @@ def test_no_step_is_faster_than_the_drive_is_with_all_of_it() -> None:
 
 def test_the_forward_pass_behind_a_step_finds_nothing_in_slots() -> None:
     plan = plan_of(gradient_accumulation_steps=2)
-    drive = DriveTime.of_plan(plan, read_gb_s=5.0, write_gb_s=1e9)
+    drive = DriveTime.of_plan(plan, dataclasses.replace(READS, read_gb_s=5.0))
     assert drive.first_forward_s == pytest.approx(plan.drive[PARAMETERS] / 5e9)
     assert drive.forward_s < drive.first_forward_s
     back_s = 2 * plan.backward_parameters_bytes / 5e9
@@ -96,23 +101,23 @@ def test_a_backward_pass_reads_nothing_of_what_the_device_keeps() -> None:
     request = PlanRequest(gradient_accumulation_steps=8, reuse_numel=2 * SHAPES.numel)
     plan = derive(SHAPES, request=request)
     assert plan.backward_parameters_bytes == 0
-    drive = DriveTime.of_plan(plan, read_gb_s=5.0, write_gb_s=1e9)
+    drive = DriveTime.of_plan(plan, dataclasses.replace(READS, read_gb_s=5.0))
     forwards_s = drive.first_forward_s + 7 * drive.forward_s
     assert forwards_s == pytest.approx(plan.read_bytes[PARAMETERS] / 5e9)
 
 
 def test_the_first_tiles_are_read_during_backward() -> None:
     plan = plan_of()
-    drive = DriveTime.of_plan(plan, read_gb_s=1.0, write_gb_s=1e9)
+    drive = DriveTime.of_plan(plan, READS)
     ahead_bytes = plan.tile_count * plan.tile_numel * 12
     assert drive.last_backward_s - drive.backward_s == pytest.approx(ahead_bytes / 1e9)
 
 
 def test_activations_are_written_in_forward_and_read_in_backward() -> None:
     plan, nbytes = plan_of(gradient_accumulation_steps=3), 10**11
-    for speeds in ({"read_gb_s": 1.0, "write_gb_s": 1e9}, {"read_gb_s": 1e9, "write_gb_s": 1.0}):
-        without = DriveTime.of_plan(plan, **speeds)
-        with_them = DriveTime.of_plan(plan, **speeds, activation_bytes=nbytes)
+    for rates in (READS, WRITES):
+        without = DriveTime.of_plan(plan, rates)
+        with_them = DriveTime.of_plan(plan, rates, activation_bytes=nbytes)
         added_s = with_them.step_s(0.0, 0.0) - without.step_s(0.0, 0.0)
         assert added_s == pytest.approx(3 * nbytes / 1e9)
 
@@ -147,7 +152,7 @@ def test_backward_and_the_drive_take_turns_for_gradients_without_room() -> None:
         assert plan.gradient_room_bytes == (layer_bytes if room_bytes is None else room_bytes)
         # Blocks of tiles hold 11 of 64.
         assert plan.held_up == pytest.approx(beyond * (1 - 11 / 64))
-        drive = DriveTime.of_plan(plan, **SPEEDS)
+        drive = DriveTime.of_plan(plan, RATES)
         held_up_s = plan.held_up * (drive.last_backward_s - drive.backward_s)
         assert drive.last_held_up_s == pytest.approx(held_up_s, rel=0.05)
         freely = dataclasses.replace(drive, last_held_up_s=0.0)
@@ -159,14 +164,14 @@ def test_what_is_in_memory_takes_its_new_values_over_when_the_step_is_made() -> 
     request = PlanRequest(during_backward=True, overlaps=False)
     plan = derive(SHAPES, request=request, limit_bytes=8 << 30)
     assert plan.read_bytes[SECOND_VALUES] > 0
-    assert DriveTime.of_plan(plan, **SPEEDS).optimizer_s > 0
+    assert DriveTime.of_plan(plan, RATES).optimizer_s > 0
 
 
 def test_what_has_its_master_weights_in_memory_is_not_stepped_during_backward() -> None:
     request = PlanRequest(during_backward=True)
     plan = derive(SHAPES, request=request, limit_bytes=100 << 30)
     assert plan.read_bytes[MASTER] == 0 < plan.read_bytes[STATE]
-    drive = DriveTime.of_plan(plan, **SPEEDS)
+    drive = DriveTime.of_plan(plan, RATES)
     assert drive.last_backward_s == drive.backward_s
     read_bytes = plan.read_bytes[STATE] + plan.read_bytes[GRADIENTS]
     states_s = max(read_bytes / 5e9, plan.written_bytes[STATE] / 4e9)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB, MIB
+from memascend.cli.main import main
 from memascend.config.block import ActivationConfig
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
@@ -20,6 +21,7 @@ from memascend.plan.context import (
     with_activations,
 )
 from memascend.plan.derive import LimitTooSmallError, PlanRequest, derive
+from memascend.plan.drive_rates import DriveRates
 from memascend.plan.footprint import Footprint
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config
 from memascend.plan.stock import stock
@@ -115,13 +117,16 @@ def planned(shapes: ModelShapes, run: dict[str, int]) -> dict[str, Any]:
     return {"stock": moved(of_stock) | {"peak": peak_bytes}, "memascend": account}
 
 
-def moved(plan: Footprint) -> dict[str, int]:
-    read, written = sum(plan.read_bytes.values()), sum(plan.written_bytes.values())
+def moved(plan: Footprint) -> dict[str, Any]:
+    read, written = plan.passes_read_bytes, plan.passes_written_bytes
     return {
         "host": plan.host_bytes,
         "drive": plan.drive_bytes,
-        "read": read,
-        "written": written,
+        "passes": {"read": read, "written": written},
+        "optimizer": {
+            "read": sum(plan.read_bytes.values()) - read,
+            "written": sum(plan.written_bytes.values()) - written,
+        },
     }
 
 
@@ -169,6 +174,20 @@ def test_any_model_has_the_numbers_of_the_plan(browser: Browser, page: Path) -> 
     assert any(limit == host for limit, host in zip(limits, hosts, strict=True)), "none shrank"
 
 
+@pytest.mark.parametrize("mixed", [None, 1.0, 2.5, 1e6])
+def test_the_drive_time_is_that_of_the_plan(
+    browser: Browser, page: Path, mixed: float | None
+) -> None:
+    browser.look(page, width=1280, scheme="light")
+    shapes, run = builtin("Llama-3.1-8B"), {"world": 1, "limit": 32 * GIB, "tokens": 0}
+    [found] = calculated(browser, [(shapes, run)])
+    rates = {"read": 3.0, "written": 2.0, "mixed": mixed or 0}
+    asked = f"stepSeconds({json.dumps(found['memascend'])}, {json.dumps(rates)})"
+    plan = derive(shapes, request=PlanRequest(), limit_bytes=32 * GIB)
+    expected = plan.step_seconds(DriveRates(read_gb_s=3.0, write_gb_s=2.0, mixed_gb_s=mixed))
+    assert browser.ask(asked) == pytest.approx(expected)
+
+
 # -- the form --------------------------------------------------------------------------------------
 
 
@@ -189,7 +208,7 @@ def test_the_form_fits_the_screen_and_nothing_is_complained_of(seen: Browser) ->
         "[...document.querySelectorAll('label, table')].map(e => e.getBoundingClientRect())"
         ".map(b => [b.left, b.right])"
     )
-    assert len(boxes) == 17
+    assert len(boxes) == 20
     assert all(left >= 0 and right <= width for left, right in boxes)
 
 
@@ -201,6 +220,20 @@ def test_a_reader_sees_what_the_table_of_the_documents_says(seen: Browser) -> No
     cells = seen.ask("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
     assert cells[:6] == ["host memory", steady, ours, "at its highest", peak, ours]
     assert "memascend plan Llama-3.1-8B --world 1 --nodes 1" in seen.ask(RESULT)
+
+
+def test_the_command_that_is_shown_prints_the_same_drive_time(
+    browser: Browser, page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browser.look(page, width=1280, scheme="light")
+    for name, value in (("drives", "2"), ("ranks", "4"), ("written", "1.5"), ("mixed", "1.2")):
+        enter(browser, name, value)
+    [command] = browser.ask("[...document.querySelectorAll('code')].map(e => e.textContent)")[1:2]
+    cells = browser.ask("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
+    assert main([*command.split()[1:], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [f"{found[name]['step_seconds']:.1f} s" for name in ("stock", "memascend")]
+    assert cells[-2:] == seconds
 
 
 def test_numbers_of_ones_own_are_counted(seen: Browser) -> None:
@@ -220,7 +253,7 @@ def test_a_field_without_a_number_is_said_to_be_wrong(
     assert browser.ask("document.querySelectorAll('.calculator-result td').length") == 0
     assert browser.ask(RESULT) != ""
     enter(browser, "ranks", "8")
-    assert browser.ask("document.querySelectorAll('.calculator-result td').length") == 18
+    assert browser.ask("document.querySelectorAll('.calculator-result td').length") == 21
 
 
 def test_a_limit_that_cannot_be_kept_is_refused_with_the_least(

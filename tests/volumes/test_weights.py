@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from memascend import _core
 from memascend.base.units import MIB
 from memascend.errors import StoreError
 from memascend.volumes import weights as volume_weights
 from memascend.volumes.speed import Load
-from memascend.volumes.weights import CACHE_FILE, identity, measured_weights, weights_of
+from memascend.volumes.weights import CACHE_FILE, measured_weights, weights_of
 
 LOAD = Load(chunk_bytes=1 << 20, queue_depth=4, engine="threads", span_bytes=16 * MIB)
 
@@ -124,13 +121,6 @@ def test_a_damaged_cache_is_measured_over(tmp_path, volumes, bench, content):
     assert json.loads((tmp_path / CACHE_FILE).read_text())[key] == [1.0, 3.0]
 
 
-@given(st.binary(max_size=200))
-def test_no_content_of_the_cache_is_an_error(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "any"
-    path.write_bytes(content)
-    assert isinstance(volume_weights._read(path), dict)
-
-
 def test_a_cache_that_is_a_link_or_a_fifo_is_not_followed(tmp_path, volumes, bench):
     (tmp_path / "victim").write_text("{}")
     (tmp_path / CACHE_FILE).symlink_to("victim")
@@ -155,17 +145,3 @@ def test_a_drive_that_cannot_be_measured_makes_all_alike(tmp_path, volumes, monk
     assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 1.0]
     assert "not measured, so all get equal weights" in caplog.text
     assert not (tmp_path / CACHE_FILE).exists()
-
-
-def test_a_partition_is_known_by_the_serial_of_its_drive(tmp_path):
-    device = os.stat(tmp_path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    drive = tmp_path / "devices/pci/nvme0n1"
-    (drive / "nvme0n1p1").mkdir(parents=True)
-    (drive / "device").mkdir()
-    (drive / "device/serial").write_text("S4EVNX0R  \n")
-    (drive / "nvme0n1p1/size").write_text("4096\n")
-    (tmp_path / "dev/block").mkdir(parents=True)
-    (tmp_path / "dev/block" / number).symlink_to(drive / "nvme0n1p1")
-    assert identity(str(tmp_path), tmp_path) == "serial S4EVNX0R, 4096 sectors"
-    assert "bytes" in identity(str(tmp_path), Path("/nowhere"))

@@ -30,9 +30,10 @@ from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
 from memascend.version import __version__
 from memascend.volumes.directory import existing_volume
+from memascend.volumes.kept import identity
 from memascend.volumes.prepare import check_apart, claimed_device
 from memascend.volumes.speed import Bench, Load, Mode
-from memascend.volumes.weights import identity, weights_of
+from memascend.volumes.weights import weights_of
 
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 CHUNKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
