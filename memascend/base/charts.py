@@ -178,10 +178,12 @@ def line_chart(
     *,
     by_step: bool = False,
     is_overlaid: bool = False,
+    x_title: str = "",
 ) -> Chart | None:
     """Return a chart of one line for each series with points; None when there is nothing to draw.
 
-    x counts steps, or seconds since the start. A line that later ones may hide is drawn broad.
+    x counts steps, or seconds since the start, or the quantity of `x_title`. A line that later ones
+    may hide is drawn broad.
     """
     drawn = [each for each in series if each.points]
     if not drawn:
@@ -202,7 +204,7 @@ def line_chart(
                 marker="o" if len(each.points) == 1 else None,
                 label=None if each.is_faint else label,
             )
-        _finish_plane(axes, by_step=by_step)
+        _finish_plane(axes, by_step=by_step, x_title=x_title)
         axes.set_ylabel(y_title)
         if quantity.from_zero:
             axes.set_ylim(bottom=0)
@@ -293,11 +295,11 @@ def _sums(parts: Mapping[str, Sequence[float]]) -> list[float]:
     return [sum(values) for values in zip(*parts.values(), strict=True)]
 
 
-def _finish_plane(axes: Any, *, by_step: bool) -> None:
+def _finish_plane(axes: Any, *, by_step: bool, x_title: str = "") -> None:
     axes.margins(x=0)
     axes.locator_params(nbins=_TICKS_MAX)
     axes.locator_params(axis="x", integer=by_step)
-    axes.set_xlabel("step" if by_step else "seconds since the start")
+    axes.set_xlabel(x_title or ("step" if by_step else "seconds since the start"))
     if not by_step:
         axes.set_xlim(left=min(0, axes.get_xlim()[0]))
 

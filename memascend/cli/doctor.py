@@ -30,6 +30,7 @@ from rich.text import Text
 
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
+from memascend.cli.plan_time import describe_rates, measured_rates
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
 from memascend.config.installed import ABILITIES, is_able
 from memascend.deepspeed.seams import transformers as transformers_seams
@@ -37,6 +38,7 @@ from memascend.deepspeed.seams.compare import compare
 from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.deepspeed.seams.refusal import RANGE, advice
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
+from memascend.plan.drive_rates import DriveRates
 from memascend.system.heap import examine_heap
 from memascend.system.memory import group_limit
 from memascend.system.mounts import (
@@ -115,7 +117,8 @@ def examine(path: Path) -> list[Check]:
     ]
     if not path.is_dir():
         return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
-    return [*checks, _free_space(path), _wear(path), _direct_io(path), _trial(path)]
+    on_drive = (_free_space, _wear, _rates, _direct_io, _trial)
+    return [*checks, *(check(path) for check in on_drive)]
 
 
 def _system() -> Check:
@@ -369,6 +372,18 @@ def _wear(path: Path) -> Check:
     if NO_SMARTCTL in reading.silent.values():
         fix = "apt-get install smartmontools, or state memascend.wear.endurance"
     return Check("wear", "note", text, fix)
+
+
+def _rates(path: Path) -> Check:
+    """Tell the rates that `memascend plan` counts with for the drive under the folder."""
+    measured = measured_rates([str(path)])
+    if measured is not None:
+        return Check("speed", "ok", f"{describe_rates(measured.rates)}, {measured.source}")
+    found = (
+        f"not measured: memascend plan assumes {describe_rates(DriveRates())}, those of a modest "
+        "consumer drive whose write cache is full"
+    )
+    return Check("speed", "note", found, f"memascend volume bench --sustained {path}")
 
 
 def _direct_io(path: Path) -> Check:

@@ -25,6 +25,8 @@ from memascend.base.progress import Advance
 from memascend.base.units import MIB
 
 Mode = Literal["read", "write", "mixed"]
+#: Called with the bytes of each ended write of the span, in their order; true when it is enough.
+Watch = Callable[[int], bool]
 
 #: Minimum bytes of one ticket: several requests, so that Python does not limit a fast drive.
 TICKET_BYTES_MIN = 4 * MIB
@@ -40,6 +42,7 @@ class Load:
     queue_depth: int  # requests in flight on each volume
     engine: str = "auto"  # "auto", "uring", "libaio" or "threads"
     span_bytes: int = 256 * MIB  # bytes of each volume that are written and read, over and over
+    span_share: float = 0.5  # maximum part of a volume's free space that the span takes
     #: Maximum time to write the span before the first measurement; the part written by then becomes
     #: the span.
     fill_seconds: float = 10.0
@@ -49,11 +52,16 @@ class Bench:
     """Volumes under one load; `run` may be called repeatedly. Used by one thread."""
 
     def __init__(
-        self, volumes: Sequence[_core.VolumeOptions], load: Load, advance: Advance | None = None
+        self,
+        volumes: Sequence[_core.VolumeOptions],
+        load: Load,
+        advance: Advance | None = None,
+        watches: Sequence[Watch] = (),
     ) -> None:
         """Open a store on each volume and write the span, on all of them at once.
 
-        `advance` is called from the threads of the volumes.
+        `advance` is called from the threads of the volumes. `watches` has one for each volume, or
+        none; what is written when it says that it is enough becomes the span.
 
         Raises:
             OSError: A volume cannot be opened, written, or has less room than two tickets.
@@ -65,8 +73,8 @@ class Bench:
         self._memory[0].map.write(os.urandom(ticket_bytes))
         self._volumes: list[_LoadedVolume] = []
         try:
-            for volume in volumes:
-                self._volumes.append(_LoadedVolume(volume, load, advance, *self._memory))
+            for volume, watch in zip(volumes, watches or [_never] * len(volumes), strict=True):
+                self._volumes.append(_LoadedVolume(volume, load, advance, watch, *self._memory))
             _together(self._volumes, lambda volume: volume.fill(load.fill_seconds))
         except BaseException:
             self.close()
@@ -123,11 +131,13 @@ class _LoadedVolume:
         volume: _core.VolumeOptions,
         load: Load,
         advance: Advance | None,
+        is_enough: Watch,
         source: _Pages,
         target: _Pages,
         bounce: _Pages,
     ) -> None:
-        self._source, self._target, self._advance = source, target, advance
+        self._source, self._target = source, target
+        self._advance, self._is_enough = advance, is_enough
         self.is_stopped = False
         self.store = _core.Store(
             volumes=[volume],
@@ -139,7 +149,8 @@ class _LoadedVolume:
             bounce_hold=None,
         )
         try:
-            span_bytes = min(load.span_bytes, self.store.available_bytes() // 2)
+            room_bytes = int(self.store.available_bytes() * load.span_share)
+            span_bytes = min(load.span_bytes, room_bytes)
             self._count = max(2, span_bytes // source.nbytes)
             self.store.reserve(key=_KEY, nbytes=self._count * source.nbytes)
         except BaseException:
@@ -149,7 +160,7 @@ class _LoadedVolume:
         self._in_flight_max = min(self._count, 2 + in_flight_bytes // source.nbytes)
 
     def fill(self, seconds: float) -> float:
-        """Write the span once; the part not written in time is cut off.
+        """Write the span once; the part not written in time, or not needed, is cut off.
 
         A read of space that is only reserved would not reach the drive.
         """
@@ -162,7 +173,10 @@ class _LoadedVolume:
             and (written < 2 or time.monotonic() < end)
         ):
             if len(tickets) == self._in_flight_max:
-                self._wait(tickets.popleft())
+                ended = tickets.popleft()
+                self._wait(ended)
+                if self._is_enough(ended.nbytes) and written >= 2:
+                    break
             tickets.append(self._start(written, writes=True))
             written += 1
         for ticket in tickets:
@@ -211,6 +225,10 @@ class _LoadedVolume:
         return transfer(
             key=_KEY, address=memory.address, nbytes=memory.nbytes, offset=place * memory.nbytes
         )
+
+
+def _never(nbytes: int) -> bool:
+    return False
 
 
 def _together(

@@ -92,6 +92,8 @@ def test_time_begins_at_zero_and_steps_where_they_begin_with_whole_numbers() -> 
     over_time = painted(line_chart("t", SECONDS, series))
     assert over_time.get_xlim() == (0, 3)
     assert over_time.get_xlabel() == "seconds since the start"
+    written = painted(line_chart("t", SECONDS, series, x_title="GB written"))
+    assert written.get_xlabel() == "GB written"
     axes = painted(line_chart("t", SECONDS, series, by_step=True))
     assert (axes.get_xlim(), axes.get_xlabel()) == ((1, 3), "step")
     assert [*axes.get_xticks()] == [1, 2, 3]

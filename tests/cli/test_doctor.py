@@ -44,7 +44,7 @@ def test_doctor_looks_at_everything_and_ends_with_a_trial(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, checks = diagnose(tmp_path, capsys)
-    assert list(checks) == [*CHECKS, "disk", "wear", "direct I/O", "trial"]
+    assert list(checks) == [*CHECKS, "disk", "wear", "speed", "direct I/O", "trial"]
     assert checks["trial"]["state"] == "ok"
     assert "1.00 MiB written, read and compared by" in checks["trial"]["found"]
     assert all(check["fix"] for check in checks.values() if check["state"] != "ok")

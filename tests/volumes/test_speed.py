@@ -229,6 +229,32 @@ def test_a_drive_that_takes_longer_than_asked_gets_up_to_five_times_as_long(
         assert len(store.places) >= 2 * queue
 
 
+def test_the_span_ends_when_what_was_written_is_enough(stores: list[Store]) -> None:
+    seen: list[int] = []
+
+    def watch(nbytes: int) -> bool:
+        seen.append(nbytes)
+        return len(seen) == 5
+
+    load = Load(chunk_bytes=MIB, queue_depth=4, span_bytes=256 * MIB, span_share=0.25)
+    with Bench([VOLUME], load, None, [watch]) as bench:
+        [store] = stores
+        assert seen == [TICKET_BYTES_MIN] * 5
+        written = {offset for _, offset in store.places}
+        assert 5 <= len(written) <= 5 + store.in_flight_max
+        store.places.clear()
+        bench.run("read", 0.1)
+    assert {offset for _, offset in store.places} == written
+
+
+def test_a_share_of_the_room_limits_the_span(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed._core.Store, "room_bytes", 80 * MIB)
+    with Bench([VOLUME], Load(chunk_bytes=MIB, queue_depth=4, span_share=0.75)):
+        assert stores[0].reserved_bytes == 60 * MIB
+
+
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_a_transfer_that_fails_is_an_error_and_closes_all(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch, kind: str

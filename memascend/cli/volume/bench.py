@@ -13,8 +13,9 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,12 @@ from memascend.volumes.weights import weights_of
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 CHUNKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 DEPTHS = (8, 16, 32, 64)
+#: The last word of a run without --sustained.
+SHORT = (
+    "this run wrote {:.1f} GB to each drive, by turns with reads. The write cache of a consumer "
+    "drive may be larger: past it the rate may be far lower, and training gets there. --sustained "
+    "measures it"
+)
 #: A setting this close to the best is as good; the smallest such is chosen, for it waits least.
 GOOD_ENOUGH = 0.97
 
@@ -53,19 +60,25 @@ class Setting:
 
 def volume_bench_command(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit status."""
-    with contextlib.ExitStack() as claims:
-        named = [_volume(str(path)) for path in args.paths]
-        check_apart(named)
-        volumes = [
-            claims.enter_context(claimed_device(volume)) if volume.raw else existing_volume(volume)
-            for volume in named
-        ]
+    with opened_volumes(args.paths) as volumes:
         report = measure(volumes, args)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         _print(report)
     return 0
+
+
+@contextlib.contextmanager
+def opened_volumes(paths: Sequence[Path]) -> Iterator[list[_core.VolumeOptions]]:
+    """Check folders and raw volumes for use, and claim the latter while the context lasts."""
+    with contextlib.ExitStack() as claims:
+        named = [_volume(str(path)) for path in paths]
+        check_apart(named)
+        yield [
+            claims.enter_context(claimed_device(volume)) if volume.raw else existing_volume(volume)
+            for volume in named
+        ]
 
 
 def _volume(path: str) -> VolumeConfig:
@@ -92,6 +105,8 @@ def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) ->
         together: list[dict[str, Any]] = []
         if len(volumes) > 1:
             together, _ = bencher.rates(volumes, load, "all together")
+        for drive in drives:
+            drive["written_bytes"] = bencher.written_bytes[drive["path"]]
     report: dict[str, Any] = {
         "version": __version__,
         "kernel": platform.release(),
@@ -130,6 +145,8 @@ class _Bencher:
         each = len(volumes) * (1 + has_fio) + (len(volumes) > 1)
         self._count = len(self._chunks) * len(self._depths) + len(MODES) * each
         self._number = 0
+        #: Bytes written so far, by path.
+        self.written_bytes = dict.fromkeys((volume.path for volume in volumes), 0)
 
     def load(self, chunk_bytes: int, queue_depth: int) -> Load:
         return Load(chunk_bytes, queue_depth, engine=self._args.engine, span_bytes=self._args.span)
@@ -141,6 +158,7 @@ class _Bencher:
             self._begin(f"sweep: {format_nbytes(chunk_bytes)} x {queue_depth}")
             with Bench(self._volumes, self.load(chunk_bytes, queue_depth), self._meter) as bench:
                 rates = bench.run("mixed", self._args.seconds)
+                self._count_writes(self._volumes, bench)
             samples.append(Setting(chunk_bytes, queue_depth, sum(rates)))
         return samples
 
@@ -157,6 +175,7 @@ class _Bencher:
                 self._begin(f"{name}: {mode}")
                 for rates, rate in zip(found, bench.run(mode, self._args.seconds), strict=True):
                     rates[mode] = rate
+            self._count_writes(volumes, bench)
             for rates, traffic in zip(found, bench.traffic(), strict=True):
                 rates["latency"] = {kind: traffic[kind] for kind in ("reads", "writes")}
             return found, bench.engine
@@ -175,6 +194,10 @@ class _Bencher:
             except StoreError as error:
                 found["error"] = str(error)
         return found
+
+    def _count_writes(self, volumes: Sequence[_core.VolumeOptions], bench: Bench) -> None:
+        for volume, traffic in zip(volumes, bench.traffic(), strict=True):
+            self.written_bytes[volume.path] += traffic["bytes_written"]
 
     def _begin(self, name: str) -> None:
         self._number += 1
@@ -210,6 +233,8 @@ def _print(report: dict[str, Any]) -> None:
             console.print(drive["fio"]["error"], markup=False, style="yellow", soft_wrap=True)
     if report["fio"] == "not installed":
         console.print("fio is not installed: no comparison (apt-get install fio)")
+    written = max(drive["written_bytes"] for drive in report["drives"])
+    console.print(SHORT.format(written / 1e9), highlight=False, markup=False, soft_wrap=True)
     block = _block(report)
     if block:
         text = f'"memascend": {json.dumps(block)}'

@@ -17,6 +17,10 @@ example:
 First a sweep over sizes and numbers of requests, on all drives at the same time, finds the setting;
 then each drive is measured with it alone, and all of them together. The data goes to nameless files
 that are gone when the command ends. What else uses the drives meanwhile shows in the figures.
+
+A consumer drive writes fast until its cache is full, and training fills it. --sustained writes to
+all drives at the same time until the rate has settled, at most the --share of their free space, and
+shows where the cache ends. It takes minutes and wears the drive by that much.
 Exit status: 0 when everything was measured, 1 otherwise."""
 
 
@@ -89,12 +93,36 @@ def _add_bench(actions: argparse._SubParsersAction[Any]) -> None:
     bench.add_argument("--chunk", type=_sizes, metavar="LIST", help='sizes to try: "512KiB,1MiB"')
     bench.add_argument("--depth", type=_depths, metavar="LIST", help='depths to try: "16,32,64"')
     bench.add_argument("--no-fio", action="store_true", help="do not compare with fio")
-    bench.set_defaults(run=_bench)
+    bench.add_argument(
+        "--sustained",
+        action="store_true",
+        help="write until the rate has settled; then the mixed and the read rate",
+    )
+    bench.add_argument(
+        "--share",
+        type=_share,
+        metavar="PART",
+        help="with --sustained: part of the free space to write at most (default: 0.5, more than "
+        "the third that a cache can be)",
+    )
+    bench.add_argument(
+        "--plot", type=Path, metavar="FILE", help="with --sustained: draw the rate over the bytes"
+    )
+    bench.set_defaults(run=_bench, usage_error=bench.error)
 
 
 def _bench(args: argparse.Namespace) -> int:
     from memascend.cli.volume.bench import volume_bench_command
+    from memascend.cli.volume.sustained import sustained_command
 
+    if args.sustained:
+        for name in ("chunk", "depth"):
+            if len(getattr(args, name) or [0]) > 1:
+                args.usage_error(f"--{name} takes one value with --sustained")
+        return sustained_command(args)
+    for name in ("share", "plot"):
+        if getattr(args, name) is not None:
+            args.usage_error(f"--{name} needs --sustained")
     return volume_bench_command(args)
 
 
@@ -109,6 +137,13 @@ def _seconds(text: str) -> float:
         if 0.01 <= float(text) <= 600:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text}: from 0.01 to 600")
+
+
+def _share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 0.95:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: above 0, at most 0.95")
 
 
 def _span_bytes(text: str) -> int:

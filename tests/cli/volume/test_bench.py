@@ -50,7 +50,7 @@ class FakeBench:
 
     def traffic(self) -> list[dict[str, Any]]:
         latencies = {"reads": {"p99_s": 0.002}, "writes": {"p99_s": 0.0151}}
-        return [latencies] * self._count
+        return [latencies | {"bytes_written": 10**9}] * self._count
 
 
 @pytest.fixture
@@ -159,6 +159,18 @@ def test_the_table_says_the_setting_and_the_block(
     [line] = [line for line in printed.splitlines() if line.startswith('"memascend": ')]
     block = json.loads(f"{{{line}}}")["memascend"]
     assert block == {"direct_nvme": {"chunk_bytes": 128 * KIB, "queue_depth": 2}}
+
+
+def test_a_short_run_says_that_a_cache_may_be_larger_than_its_writes(
+    drives: list[str], capsys: pytest.CaptureFixture[str], fake: type[FakeBench]
+) -> None:
+    assert main(["volume", "bench", *QUICK, *drives]) == 0
+    printed = capsys.readouterr().out
+    # Two settings of the sweep, alone, and beside the other.
+    assert "this run wrote 4.0 GB to each drive" in printed
+    assert "--sustained measures it" in printed
+    found = as_json(capsys, *drives)
+    assert [drive["written_bytes"] for drive in found["drives"]] == [4 * 10**9] * 2
 
 
 def test_a_terminal_shows_which_measurement_goes_on_and_what_was_moved(
