@@ -94,7 +94,11 @@ class Attachment:
         wear = self.runtime.note_step()
         if wear is not None and self._speaks:
             stops = self.runtime.config.wear.over_budget == "stop"
-            after = "Training stops after the next checkpoint" if stops else "Training continues"
+            after = (
+                "Training stops after the next checkpoint, and writes on until then: save one"
+                if stops
+                else 'Training continues; "over_budget": "stop" ends it after the next checkpoint'
+            )
             log.warning(
                 "memascend: over memascend.wear.write_budget: %s. %s", wear.describe(), after
             )

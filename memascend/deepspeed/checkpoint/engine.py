@@ -220,9 +220,11 @@ def _stop_over_budget(engine: Any, optimizer: ZeroOptimizer, folder: SavingFolde
     dist.all_reduce(stops, op=dist.ReduceOp.MAX)
     wear = attachment.runtime.read_wear()
     if stops.item() and wear is not None:
+        where = "" if wear.is_over_budget else ", exceeded on another machine. On this one"
         raise WriteBudgetError(
-            f"stopped by memascend.wear.write_budget: {wear.describe()}. The checkpoint "
-            f"{folder.target} is complete. Raise the budget, or take it out, and resume from there"
+            f"stopped by memascend.wear.write_budget{where}: {wear.describe()}. The checkpoint "
+            f"{folder.target} is complete. To go on, resume from there: the run that resumes "
+            "counts from 0. A larger write_budget, or none, lets it write more"
         )
 
 
