@@ -29,8 +29,9 @@ from memascend.plan.shapes import builtin
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_group import Member
 from memascend.streaming.optimizer.sub_group_step import SubGroupStep
-from memascend.streaming.optimizer.sub_groups import Member, SubGroups
+from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from memascend.streaming.parameters.shard import Shard
 from memascend.streaming.parameters.stream import ParameterStream

@@ -27,6 +27,7 @@ STREAM_OF_PREFIX = {
     "param": PARAMETERS,
     "gradient": GRADIENTS,
     "master": MASTER,
+    "low": MASTER,
     "state": STATE,
 }
 

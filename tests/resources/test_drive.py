@@ -13,7 +13,7 @@ from memascend.config.block import parse_block
 from memascend.resources.drive import OwnDrive, StockDrive, stream_of
 from memascend.resources.host import StockHost
 from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.sub_groups import SubGroup
+from memascend.streaming.optimizer.sub_group import SubGroup
 from tests.support.small_runtime import LIGHT, build
 from tests.support.streaming_fakes import FakeStore
 from tests.support.streaming_hosts import HostTensors

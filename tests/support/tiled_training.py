@@ -16,8 +16,9 @@ from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_group import Member
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate, SubGroupStep
-from memascend.streaming.optimizer.sub_groups import Member, SubGroups
+from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from tests.support.streaming_fakes import LateDevice, RemoteTensor
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
@@ -54,6 +55,7 @@ class Training:
         device: LateDevice | None = None,
         state_dtype: torch.dtype = torch.float32,
         spare_count: int = 0,
+        split: bool = False,
     ) -> None:
         self.device = device
         self.store = store or memory_store()
@@ -86,21 +88,32 @@ class Training:
         }
         self.members = {}
         for name, numel in SIZES.items():
+            self.members[name] = self._members(name, numel, all_on_drive=split)
             weights = self.initial[name]
-            self.groups.create(name, numel, [Member(0, numel, weights.dtype, tensor=weights)])
-            self.members[name] = self._members(name, numel)
+            if split:
+                self.initial[name] = weights.bfloat16().float()
+                self._write_members(name)
+                self.groups.create_split(name, numel, self.members[name], flag_state="exp_avg_sq")
+            else:
+                self.groups.create(name, numel, [Member(0, numel, weights.dtype, tensor=weights)])
         self.parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in SIZES}
         self.optimizer = make(list(self.parameters.values()))
         (self.group,) = self.optimizer.param_groups
         self.group["params"] = []
 
-    def _members(self, name: str, numel: int) -> list[Member]:
+    def _write_members(self, name: str) -> None:
+        for member in self.members[name]:
+            assert member.key is not None
+            value = self.initial[name].narrow(0, member.offset, member.numel).bfloat16()
+            self.store.write(key=member.key, source=value).wait()
+
+    def _members(self, name: str, numel: int, *, all_on_drive: bool) -> list[Member]:
         """Odd thirds: two on the drive, the last in memory, of the device if there is one."""
         cuts = [0, numel // 3, numel // 3 * 2, numel]
         members = []
         for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
             count = end - begin
-            if index < 2 and count:
+            if (index < 2 or all_on_drive) and count:
                 key = f"param.{name}.{index}"
                 self.store.reserve(key=key, nbytes=count * 2)
                 members.append(Member(begin, count, torch.bfloat16, key=key))

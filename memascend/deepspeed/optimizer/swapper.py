@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.sub_groups import Member, SubGroups
+from memascend.streaming.optimizer.sub_group import Member
+from memascend.streaming.optimizer.sub_groups import SubGroups
 
 
 class StreamedSwapper:

@@ -22,10 +22,12 @@ import torch
 from memascend.deepspeed import older_releases
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.streaming.optimizer.sub_groups import Member
+from memascend.streaming.optimizer.sub_group import Member
 
 #: One of DeepSpeed's functions, with its arguments.
 Original = Callable[[], None]
+#: Returns the bytes of a tensor in order, in tensors of uint8; each is valid until the next.
+ReadBytes = Callable[[], Iterator[torch.Tensor]]
 #: Reason to discard work done ahead of a step.
 LOADED = "a checkpoint was loaded between backward and step()"
 

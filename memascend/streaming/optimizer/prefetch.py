@@ -16,15 +16,17 @@ from itertools import islice
 
 from memascend.errors import StoreError
 from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.sub_groups import SubGroup, SubGroups
+from memascend.streaming.optimizer.sub_group import MasterForm, SubGroup
+from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tile_memory import Tile, TileMemory
 
-#: Identity of a tile's read: sub-group, first element, states, states with a fill value.
-_Content = tuple[str, int, tuple[str, ...], tuple[str, ...]]
+#: Identity of a tile's read: sub-group, form of its master weights, first element, states, values
+#: that have not been written.
+_Content = tuple[str, MasterForm, int, tuple[str, ...], tuple[str | None, ...]]
 
 
 def _content(group: SubGroup, begin: int) -> _Content:
-    return group.name, begin, tuple(group.states), tuple(group.fills)
+    return group.name, group.form, begin, tuple(group.states), tuple(group.fills)
 
 
 class TilePrefetch:
@@ -151,7 +153,7 @@ class TilePrefetch:
         """Start reading the weights and states of a tile."""
         tile = self._tiles.take(group.name, begin, group.numel)
         self._reading.append(tile)
-        self._tiles.read(tile, group.key(), tile.master)
+        self._read_master(tile, group)
         for number, (name, dtype) in enumerate(group.states.items()):
             block = self._tiles.state(tile, number, dtype)
             if name in group.fills:
@@ -159,6 +161,17 @@ class TilePrefetch:
             else:
                 self._tiles.read(tile, group.key(name), block)
         return tile
+
+    def _read_master(self, tile: Tile, group: SubGroup) -> None:
+        if not group.is_split:
+            self._tiles.read(tile, group.key(), tile.master)
+            return
+        if None in group.fills:
+            tile.low.fill_(int(group.fills[None]))
+        else:
+            self._tiles.read(tile, group.key(), tile.low)
+        for key, offset_bytes, count, first in group.high_runs(tile.begin, tile.numel):
+            self._tiles.read_part(tile, key, tile.high.narrow(0, first, count), offset_bytes)
 
     def _read_gradient(self, tile: Tile) -> None:
         raw = tile.raw.narrow(0, 0, tile.numel)

@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 
+from memascend.kernels.halves import clear_flags, join, round_high
 from memascend.memory.pool import Lease
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.prefetch import TilePrefetch
 from memascend.streaming.optimizer.step import Step
+from memascend.streaming.optimizer.sub_group import MasterForm, Member, State, SubGroup
 from memascend.streaming.optimizer.sub_group_step import (
     EarlyStep,
     FusedUpdate,
@@ -41,7 +43,7 @@ from memascend.streaming.optimizer.sub_group_step import (
     is_state_tensor,
     step_nothing,
 )
-from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup, SubGroups, make_anew
+from memascend.streaming.optimizer.sub_groups import SubGroups, make_anew
 from memascend.streaming.optimizer.tile_memory import Tile, TileMemory
 
 
@@ -78,6 +80,7 @@ class OptimizerStream:
             StoreError: A write of the last walk failed.
         """
         self.tiles.drain()
+        self.groups.discard_unused()
         self._gradient_stream.submit()
         self._step = step
         self._prefetch.start(step.order, step.early)
@@ -136,13 +139,18 @@ class OptimizerStream:
             raise
         finally:
             empty_parameter(step.parameter, step.states[step.parameter], group)
-        group.fills.clear()
+        group.note_stepped()
         self._gradient_stream.note_factor(step.name, step.factor, step.parameter.dtype)
         self._step.note_stepped()
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
-        """Set every member's value from its master weights."""
+        """Set every member's value from its master weights.
+
+        A member that is the high half of its master weights has that value.
+        """
         group = self.groups.group(name)
+        if group.form is MasterForm.ROUNDED:
+            return
         self.drain()
         for member in members:
             if member.key is not None:
@@ -151,11 +159,22 @@ class OptimizerStream:
         for begin in self.tiles.begins(group.numel):
             tile = self.tiles.take(name, begin, group.numel)
             try:
-                self.tiles.read(tile, group.key(), tile.master)
-                tile.transfers.wait()
+                self._read_whole(tile, group)
                 self._give_to_members(tile, members, is_cast=False)
             finally:
                 self.tiles.retire(tile)
+
+    def _read_whole(self, tile: Tile, group: SubGroup) -> None:
+        """Read a tile's master weights, and wait for them."""
+        if not group.is_split:
+            self.tiles.read(tile, group.key(), tile.master)
+            tile.transfers.wait()
+            return
+        low = tile.raw.view(torch.int16).narrow(0, 0, tile.numel)
+        self.tiles.read(tile, group.key(), low)
+        self.tiles.read(tile, group.high_key, tile.high)
+        tile.transfers.wait()
+        join(tile.high, low, None, tile.master.narrow(0, 0, tile.numel))
 
     def drain(self) -> None:
         """Wait until nothing is in flight; ends the current walk, if any.
@@ -195,7 +214,7 @@ class OptimizerStream:
             self._point_states(tile, group, values)
             lease = acquire_gradient(tile.owner, tile.begin)
             gradient = lease.view(tile.numel, tile.raw.dtype)
-            _step_fused(tile, step.fused, values, gradient, step.factor)
+            self._step_fused(tile, group, step.fused, values, gradient, step.factor)
             lease.release()
             self._write_back(tile, group, step.members, is_cast=True, early=True)
             return tile.owner, tile.begin
@@ -254,9 +273,13 @@ class OptimizerStream:
         if fused is not None:
             gradient, factor = self._gradient(tile, step.factor)
             self._step.note_change()
-            _step_fused(tile, fused, values, gradient, factor)
+            self._step_fused(tile, group, fused, values, gradient, factor)
+        elif group.is_split:
+            raise AssertionError(f"{group.name} has its weights in halves, and no fused step")
         else:
             # Data first: torch refuses a gradient whose shape differs.
+            if group.flag_state in group.states:
+                clear_flags(values[group.flag_state])  # whole weights have no flags
             step.parameter.data = tile.master.narrow(0, 0, tile.numel)
             step.parameter.grad = self._convert_gradient(tile, step.factor)
             self._step.note_change()
@@ -264,6 +287,28 @@ class OptimizerStream:
             self._collect_states(tile, group, step.states[step.parameter])
         early = step.name in self._step.early
         self._write_back(tile, group, step.members, is_cast=fused is not None, early=early)
+
+    def _step_fused(
+        self,
+        tile: Tile,
+        group: SubGroup,
+        fused: FusedUpdate,
+        values: State,
+        gradient: torch.Tensor,
+        factor: float,
+    ) -> None:
+        """Step a tile in one pass."""
+        if group.form is MasterForm.EXACT:
+            round_high(tile.high, tile.low, values[group.flag_state])
+        weight = tile.low if group.is_split else tile.master.narrow(0, 0, tile.numel)
+        fused(
+            begin=tile.begin,
+            gradient=gradient,
+            factor=factor,
+            weight=weight,
+            values=values,
+            output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
+        )
 
     def _gradient(self, tile: Tile, factor: Factor) -> tuple[torch.Tensor, float]:
         """Return a tile's gradient and its factor: as stored if it is complete, else converted."""
@@ -300,7 +345,8 @@ class OptimizerStream:
     ) -> None:
         """Store a tile's new values; with `early`, beside the old ones."""
         key_of = early_key if early else str
-        self.tiles.write(tile, key_of(group.key()), tile.master)
+        master = tile.low if group.is_split else tile.master
+        self.tiles.write(tile, key_of(group.key()), master)
         for number, (name, dtype) in enumerate(group.states.items()):
             self.tiles.write(tile, key_of(group.key(name)), self.tiles.state(tile, number, dtype))
         self._give_to_members(tile, members, is_cast=is_cast, early=early)
@@ -331,17 +377,3 @@ class OptimizerStream:
             offset_bytes = (first - member.offset) * source.element_size()
             key = early_key(member.key) if early else member.key
             self.tiles.write_part(tile, key, source, offset_bytes)
-
-
-def _step_fused(
-    tile: Tile, fused: FusedUpdate, values: State, gradient: torch.Tensor, factor: float
-) -> None:
-    """Step a tile in one pass."""
-    fused(
-        begin=tile.begin,
-        gradient=gradient,
-        factor=factor,
-        weight=tile.master.narrow(0, 0, tile.numel),
-        values=values,
-        output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
-    )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memascend.streaming.gradients.accumulation import Factor
-from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup
+from memascend.streaming.optimizer.sub_group import Member, State, SubGroup
 
 
 class FusedUpdate(Protocol):

@@ -7,73 +7,24 @@ sub-groups are stepped nor the optimizer's arithmetic. One thread at a time may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
+from memascend.kernels.halves import clear_flags
+from memascend.streaming.optimizer.halves import HalfKeys, Halves
+from memascend.streaming.optimizer.sub_group import (
+    HIGH_DTYPE,
+    LOW_DTYPE,
+    MasterForm,
+    Member,
+    SubGroup,
+)
 from memascend.streaming.optimizer.tile_memory import TileMemory
 from memascend.transfer.staging import StagingSlots
-
-#: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
-State = MutableMapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A parameter's shard in a sub-group, and the location of its value.
-
-    Attributes:
-        offset: First element in the sub-group.
-        numel: Elements.
-        dtype: The parameter's own.
-        key: Its name in the store; None when it lives in memory.
-        tensor: The shard in memory, flat, on any device; None when it is in the store.
-    """
-
-    offset: int
-    numel: int
-    dtype: torch.dtype
-    key: str | None = None
-    tensor: torch.Tensor | None = None
-
-    def overlap(self, begin: int, numel: int) -> tuple[int, int]:
-        """Return (first element in the sub-group, count) of the overlap with a range of it.
-
-        The count is not positive if there is no overlap.
-        """
-        first = max(begin, self.offset)
-        return first, min(begin + numel, self.offset + self.numel) - first
-
-
-@dataclass(slots=True)
-class SubGroup:
-    """The elements that the optimizer sees as one parameter.
-
-    Attributes:
-        name: Unique; part of its keys.
-        numel: Elements on this rank.
-        states: Dtype of each state in the store, in the optimizer's order.
-        fills: States that have not been written yet, with the value of every element.
-    """
-
-    name: str
-    numel: int
-    states: dict[str, torch.dtype] = field(default_factory=dict)
-    fills: dict[str, float] = field(default_factory=dict)
-
-    def key(self, state: str | None = None) -> str:
-        """Return the store's name for the master weights, or for a state."""
-        return f"state.{self.name}.{state}" if state else f"master.{self.name}"
-
-    @property
-    def all_keys(self) -> list[str]:
-        """All its keys in the store."""
-        return [self.key(), *map(self.key, self.states)]
 
 
 class SubGroups:
@@ -90,6 +41,7 @@ class SubGroups:
         self.store = store
         self._slots = slots
         self._tiles = tiles
+        self._halves = Halves(store=store, slots=slots)
         self._groups: dict[str, SubGroup] = {}
 
     def create(
@@ -127,6 +79,30 @@ class SubGroups:
                     advance(tile.numel * self.master_dtype.itemsize)
             finally:
                 self._tiles.retire(tile)
+        return group
+
+    def create_split(
+        self, name: str, numel: int, members: Sequence[Member], *, flag_state: str
+    ) -> SubGroup:
+        """Add a sub-group whose master weights, in halves, are the values of its members.
+
+        Nothing is read or written.
+
+        Args:
+            name: Name of the sub-group.
+            numel: Its number of elements.
+            members: Its parameters, in bf16, with a key each. They cover every element.
+            flag_state: A state that is never negative, whose signs will be flags.
+
+        Raises:
+            StoreFullError: The drive has no room for it.
+        """
+        group = SubGroup(
+            name, numel, members=members, flag_state=flag_state, form=MasterForm.ROUNDED
+        )
+        self.store.reserve(key=group.key(), nbytes=numel * LOW_DTYPE.itemsize)
+        group.fills[None] = 0
+        self._groups[name] = group
         return group
 
     def _read_member(self, member: Member, begin: int, target: torch.Tensor) -> None:
@@ -173,26 +149,105 @@ class SubGroups:
     def get(self, name: str, begin: int, target: torch.Tensor, *, state: str | None) -> None:
         """Fill a host tensor with a range of the master weights, or of a state, in its dtype."""
         group = self._groups[name]
-        if state is not None and state in group.fills:
+        if state is None and group.is_split:
+            for first, weights in self._halves.joined(_half_keys(group), begin, target.numel()):
+                target.narrow(0, first - begin, weights.numel()).copy_(weights)
+            return
+        if state in group.fills:
             target.fill_(group.fills[state])
             return
         stored = self._dtype(group, state)
         offset = begin * stored.itemsize
         self._slots.read(key=group.key(state), target=target, offset_bytes=offset, dtype=stored)
+        if state == group.flag_state:
+            target.abs_()  # signs are flags
 
     def set(self, name: str, begin: int, value: torch.Tensor, *, state: str | None) -> None:
-        """Replace a range of the master weights, or of a state, rounded to nearest even."""
+        """Replace a range of the master weights, or of a state, rounded to nearest even.
+
+        Raises:
+            ValueError: A state that is never negative would be.
+        """
         group = self._groups[name]
         self._tiles.drain()
-        if state is not None and state in group.fills:
+        if state is None and group.is_split:
+            self.keep_high(name)
+            self._set_halves(group, begin, value)
+            return
+        if state == group.flag_state:
+            _check_sign(group, value)
+            self.keep_high(name)  # the flags are lost
+        if state in group.fills:
             self._write_out(group, state)
         stored = self._dtype(group, state)
         offset = begin * stored.itemsize
         self._slots.write(key=group.key(state), source=value, offset_bytes=offset, dtype=stored)
         self._slots.wait_writes()
 
+    def _set_halves(self, group: SubGroup, begin: int, value: torch.Tensor) -> None:
+
+        def source(first: int, weights: torch.Tensor) -> None:
+            weights.copy_(value.narrow(0, first, weights.numel()))
+
+        self._halves.fill(
+            high=group.high_key,
+            low=group.key(),
+            begin=begin,
+            numel=value.numel(),
+            source=source,
+        )
+
     def _dtype(self, group: SubGroup, state: str | None) -> torch.dtype:
-        return self.master_dtype if state is None else group.states[state]
+        """Return the dtype of the values in a state's key, or in that of the master weights."""
+        if state is not None:
+            return group.states[state]
+        return LOW_DTYPE if group.is_split else self.master_dtype
+
+    # -- halves ----------------------------------------------------------------------------------
+
+    def keep_high(self, *names: str) -> None:
+        """Store exact high halves: members are about to change, and master weights are not.
+
+        Without effect if they are stored, or the weights are whole. No tile may be in flight.
+
+        Raises:
+            StoreFullError: The drive has no room for them; nothing has changed.
+            StoreError: The drive failed; nothing has changed.
+        """
+        for group in map(self.group, names):
+            if group.form is MasterForm.ROUNDED:
+                make_anew(self.store, group.high_key, group.numel * HIGH_DTYPE.itemsize)
+                self._halves.write_high(_half_keys(group), group.numel, group.high_key)
+                if None in group.fills:
+                    self._write_out(group, None)
+                group.become(MasterForm.EXACT)
+
+    def make_whole(self, name: str) -> None:
+        """Store master weights as one key, for good: the optimizer will step them by itself.
+
+        Raises:
+            StoreFullError: The drive has no room for them; nothing has changed.
+            StoreError: The drive failed; nothing has changed.
+        """
+        group = self._groups[name]
+        if not group.is_split:
+            return
+        whole = SubGroup(name, group.numel)
+        make_anew(self.store, whole.key(), group.numel * self.master_dtype.itemsize)
+        for first, weights in self._halves.joined(_half_keys(group), 0, group.numel):
+            offset = first * self.master_dtype.itemsize
+            self.store.write(key=whole.key(), source=weights, offset_bytes=offset).wait()
+        low = group.key()
+        group.become(MasterForm.WHOLE)
+        group.fills.pop(None, None)
+        self.store.discard(key=low)
+        self.discard_unused()
+
+    def discard_unused(self) -> None:
+        """Discard exact high halves that a step has made needless."""
+        for group in self._groups.values():
+            if group.flag_state and group.form is not MasterForm.EXACT:
+                self.store.discard(key=group.high_key)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -200,9 +255,34 @@ class SubGroups:
         """Write states that have one fill value, and wait until everything is in the store."""
         self._tiles.drain()
         for group in self._groups.values():
-            for state in list(group.fills):
+            for state in [name for name in group.fills if name is not None]:
                 self._write_out(group, state)
         self._slots.wait_writes()
+
+    def stream(self, name: str, state: str | None) -> Iterator[torch.Tensor]:
+        """Yield the bytes of the master weights, or of a state, in order, each until the next.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        group = self._groups[name]
+        if state is None and group.is_split:
+            for _, weights in self._halves.joined(_half_keys(group), 0, group.numel):
+                yield weights.view(torch.uint8)
+            return
+        stored = self._dtype(group, state)
+        for staged in self._slots.stream(
+            key=group.key(state), nbytes=group.numel * stored.itemsize
+        ):
+            if state == group.flag_state:
+                clear_flags(staged.view(stored))
+            yield staged
+
+    def begin_load(self) -> None:
+        """Prepare to replace all master weights: they need not be kept."""
+        for group in self._groups.values():
+            if group.form is MasterForm.ROUNDED:
+                group.become(MasterForm.EXACT)
 
     def load(
         self,
@@ -222,39 +302,109 @@ class SubGroups:
 
         Raises:
             StoreError: The drive failed.
+            ValueError: Values of a state that is never negative are.
         """
         group = self._groups[name]
         self._tiles.drain()
+        if state is None and group.is_split:
+            self._load_halves(group, source)
+            return
         nbytes = group.numel * dtype.itemsize
+        if state == group.flag_state:
+            self.keep_high(name)
+            source = _without_signs(group, dtype, source)
         make_anew(self.store, group.key(state), nbytes)
         if state is not None:
             group.states[state] = dtype
             group.fills.pop(state, None)
         self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
 
+    def _load_halves(self, group: SubGroup, source: Callable[[int, torch.Tensor], None]) -> None:
+        for key in (group.key(), group.high_key):
+            make_anew(self.store, key, group.numel * LOW_DTYPE.itemsize)
+        if group.form is MasterForm.ROUNDED:
+            group.become(MasterForm.EXACT)
+        group.fills.pop(None, None)
+        self._halves.fill(
+            high=group.high_key,
+            low=group.key(),
+            begin=0,
+            numel=group.numel,
+            source=lambda first, weights: source(first * 4, weights.view(torch.uint8)),
+        )
+
     def discard_states(self) -> None:
-        """Drop every state, as for a new optimizer."""
+        """Drop every state, as for a new optimizer; master weights stay."""
         with suppress(StoreError):  # of dropped states, or raised again by the next read
             self._tiles.drain()
         for group in self._groups.values():
-            for name in group.states:
-                self.store.discard(key=group.key(name))
-            group.states.clear()
-            group.fills.clear()
+            if group.flag_state in group.states:
+                self.keep_high(group.name)  # the flags are lost
+            self._discard_states(group)
+
+    def _discard_states(self, group: SubGroup) -> None:
+        for name in group.states:
+            self.store.discard(key=group.key(name))
+            group.fills.pop(name, None)
+        group.states.clear()
 
     def discard(self) -> None:
         """Discard all keys, and drop the sub-groups."""
-        self.discard_states()
+        with suppress(StoreError):  # of values that are dropped
+            self._tiles.drain()
         for group in self._groups.values():
+            self._discard_states(group)
             self.store.discard(key=group.key())
+            self.store.discard(key=group.high_key)
         self._groups.clear()
 
-    def _write_out(self, group: SubGroup, state: str) -> None:
-        """Write a state that still has one fill value."""
-        dtype, fill = group.states[state], group.fills.pop(state)
+    def _write_out(self, group: SubGroup, state: str | None) -> None:
+        """Write values that are still one fill value, and wait for them."""
+        dtype, fill = self._dtype(group, state), group.fills[state]
         for begin, count in self._slots.chunks(group.numel, dtype.itemsize):
             staged = self._slots.take(count, dtype).fill_(fill)
             self._slots.submit(group.key(state), staged, begin * dtype.itemsize)
+        self._slots.wait_writes()
+        del group.fills[state]  # last: Ctrl-C may come anywhere
+
+
+def _half_keys(group: SubGroup) -> HalfKeys:
+    """Return the keys of the master weights of a sub-group in halves."""
+    flag_state = group.flag_state
+    has_flags = (
+        group.form is MasterForm.ROUNDED
+        and flag_state in group.states
+        and flag_state not in group.fills
+    )
+    return HalfKeys(
+        low=None if None in group.fills else group.key(),
+        high=group.high_runs,
+        flags=group.key(flag_state) if has_flags else None,
+        flag_dtype=group.states.get(flag_state, torch.float32),
+    )
+
+
+def _check_sign(group: SubGroup, values: torch.Tensor) -> None:
+    """Refuse values below zero."""
+    if bool((values < 0).any()):
+        raise ValueError(
+            f"{group.flag_state} of sub-group {group.name} would be {values.min().item()}. likely "
+            "cause: values of another state, or a damaged file; a second moment is a mean of "
+            "squares. fix: give values that are not negative"
+        )
+
+
+def _without_signs(
+    group: SubGroup, dtype: torch.dtype, source: Callable[[int, torch.Tensor], None]
+) -> Callable[[int, torch.Tensor], None]:
+    """Return a source whose values have no sign; -0.0 and NaN may have one."""
+
+    def fill(offset: int, target: torch.Tensor) -> None:
+        source(offset, target)
+        _check_sign(group, target.view(dtype))
+        clear_flags(target.view(dtype))
+
+    return fill
 
 
 def make_anew(store: TensorIO, key: str, nbytes: int) -> None:

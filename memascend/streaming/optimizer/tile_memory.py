@@ -60,6 +60,17 @@ class Tile:
     states: list[torch.Tensor]
     transfers: Pending[Ticket] = field(default_factory=Pending)
 
+    @property
+    def low(self) -> torch.Tensor:
+        """Low halves of master weights, in the block of whole ones."""
+        return self.master.view(torch.int16).narrow(0, 0, self.numel)
+
+    @property
+    def high(self) -> torch.Tensor:
+        """Their high halves, in the block of parameters, which must be in bf16."""
+        assert self.cast is not None
+        return self.cast.narrow(0, 0, self.numel)
+
     def add(self, ticket: Ticket) -> None:
         """Note a transfer in flight on it."""
         self.transfers.add(ticket, ticket)
@@ -172,8 +183,13 @@ class TileMemory:
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:
         """Start reading the tile's range of a key into one of its blocks."""
         part = target.narrow(0, 0, tile.numel)
-        offset = tile.begin * target.element_size()
-        tile.add(self._store.read(key=key, target=part, offset_bytes=offset, hold=tile.memory))
+        self.read_part(tile, key, part, tile.begin * target.element_size())
+
+    def read_part(self, tile: Tile, key: str, target: torch.Tensor, offset_bytes: int) -> None:
+        """Start reading from any key and offset into memory of the tile."""
+        tile.add(
+            self._store.read(key=key, target=target, offset_bytes=offset_bytes, hold=tile.memory)
+        )
 
     def write(self, tile: Tile, key: str, source: torch.Tensor) -> None:
         """Start writing one of the tile's blocks to its range of a key."""

@@ -18,7 +18,7 @@ bytes until another shard needs the room, or the shard is read again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -75,6 +75,8 @@ class ParameterStream:
         self._store = store
         self._prefetch_limit = PrefetchLimit(prefetch_bytes, drive_count)
         self.background = background or BackgroundStep()
+        #: Returns whether a shard, by its key, must not be stored now.
+        self.is_fixed: Callable[[str], bool] = lambda key: False
         self._shards: list[Shard] = []
         self._staged: dict[Shard, None] = {}  # in order of request
         self._ahead: set[Shard] = set()  # of these, read ahead and not needed yet
@@ -213,6 +215,7 @@ class ParameterStream:
         if shard.state in (ShardState.ARRIVED, ShardState.RECALLED):
             shard.become(ShardState.CHANGED)
         try:
+            self._expect_free(shard)
             if shard.lease is None:
                 self.write_from(shard, tensor)
             else:
@@ -229,6 +232,7 @@ class ParameterStream:
     @guarded
     def write_from(self, shard: Shard, source: torch.Tensor) -> None:
         """Store a flat tensor of any device, chunk by chunk; on return it is in the store."""
+        self._expect_free(shard)
         self.drop(shard)
         self._chunks.write(shard, source)
         self._chunks.wait(shard)
@@ -236,6 +240,7 @@ class ParameterStream:
     @guarded
     def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
         """Cast `source` and start storing it; `source` may be reused on return."""
+        self._expect_free(shard)
         self.drop(shard)
         self._make_room([shard])
         bounded = self.pool.is_bounded
@@ -272,6 +277,7 @@ class ParameterStream:
             StoreError: The drive failed; the shard is lost.
             StoreFullError: The drive has no room for it; the shard is lost.
         """
+        self._expect_free(shard)
         self.read_now([shard])
         assert shard.tensor is not None
         whole = shard.tensor.to(device=device, dtype=dtype, copy=True)
@@ -290,6 +296,10 @@ class ParameterStream:
             StoreError: A write failed; the remaining ones have been waited for.
         """
         wait_all([self._writes.wait, self._chunks.wait_writes])
+
+    def _expect_free(self, shard: Shard) -> None:
+        if self.is_fixed(shard.key):
+            raise AssertionError(f"{shard.key} changes, and its master weights need it as it is")
 
     # -- letting go ------------------------------------------------------------------------------
 

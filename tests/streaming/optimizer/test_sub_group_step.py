@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from memascend.streaming.optimizer.sub_group import SubGroup
 from memascend.streaming.optimizer.sub_group_step import (
     SubGroupStep,
     as_number,
@@ -16,7 +17,6 @@ from memascend.streaming.optimizer.sub_group_step import (
     is_state_tensor,
     step_nothing,
 )
-from memascend.streaming.optimizer.sub_groups import SubGroup
 
 
 def test_a_factor_is_a_number_where_fp32_stays_fp32() -> None:

@@ -7,7 +7,7 @@ import errno
 import torch
 
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.optimizer.sub_groups import Member
+from memascend.streaming.optimizer.sub_group import Member
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import SIZES, Training, gradients
 

@@ -1,0 +1,209 @@
+"""Master weights in halves: joined and cut chunk by chunk, each chunk in one staging slot.
+
+A slot has room for both halves of a chunk, its flags and its fp32 weights. Knows the kernels, the
+slots and the store; neither the forms of sub-groups nor the optimizer's arithmetic. One thread at a
+time may call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from memascend.base.interfaces import TensorIO, Ticket
+from memascend.kernels.halves import cut, join
+from memascend.transfer.staging import StagingSlots
+
+#: Chunks have a multiple of so many elements, so that each half of one is whole pages.
+_NUMEL_STEP = 2048
+#: Bytes of one element in a slot: two halves, a flag in fp32 at most, the weight.
+_ELEMENT_BYTES = 2 + 2 + 4 + 4
+
+#: A part of one source: key, offset of its first byte, elements, first element in the chunk.
+Run = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfKeys:
+    """The keys of one sub-group's halves.
+
+    Attributes:
+        low: Key of the low halves; None while all are zero.
+        high: Returns the runs of the high halves of (first element, elements).
+        flags: Key of the second moments whose signs are flags; None if the high halves are exact,
+            or no flag is set.
+        flag_dtype: Dtype of these.
+    """
+
+    low: str | None
+    high: Callable[[int, int], Iterable[Run]]
+    flags: str | None
+    flag_dtype: torch.dtype
+
+
+def _numel_of(slot_bytes: int) -> int:
+    """Return the elements of a chunk."""
+    numel = slot_bytes // _ELEMENT_BYTES
+    return numel // _NUMEL_STEP * _NUMEL_STEP or numel
+
+
+class _Chunk:
+    """One chunk in its slot, and its transfers."""
+
+    def __init__(self, begin: int, numel: int, slot: torch.Tensor) -> None:
+        self.begin, self.numel, self.slot = begin, numel, slot
+        room = _numel_of(slot.numel())
+        self.high = slot[: 2 * numel].view(torch.bfloat16)
+        self.low = slot[2 * room : 2 * (room + numel)].view(torch.int16)
+        self._flags = slot[4 * room : 8 * room]
+        self.weights = slot[8 * room : 8 * room + 4 * numel].view(torch.float32)
+        self.tickets: list[Ticket] = []
+
+    def flags(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._flags[: self.numel * dtype.itemsize].view(dtype)
+
+    def wait(self) -> None:
+        """Wait for all transfers; raise the first error."""
+        tickets, self.tickets = self.tickets, []
+        for number, ticket in enumerate(tickets):
+            try:
+                ticket.wait()
+            except BaseException:
+                for other in tickets[number + 1 :]:
+                    with suppress(Exception):  # the first error is the one to raise
+                        other.wait()
+                raise
+
+
+class Halves:
+    """Joins and cuts the master weights of any sub-group."""
+
+    def __init__(self, *, store: TensorIO, slots: StagingSlots) -> None:
+        """Take no slot yet."""
+        self._store, self._slots = store, slots
+
+    def joined(self, keys: HalfKeys, begin: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, fp32 weights) of each chunk; valid until the next.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        for chunk in self._read_each(keys, begin, numel):
+            yield chunk.begin, chunk.weights
+
+    def write_high(self, keys: HalfKeys, numel: int, key: str) -> None:
+        """Write the exact high halves of all weights to a reserved key; wait for it.
+
+        Raises:
+            StoreError: A transfer failed.
+        """
+        for chunk in self._read_each(keys, 0, numel):
+            cut(chunk.weights, chunk.high, chunk.low)
+            self._write(chunk, [(key, chunk.high)], 0)
+            chunk.wait()
+
+    def fill(
+        self,
+        *,
+        high: str,
+        low: str,
+        begin: int,
+        numel: int,
+        source: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Cut weights into two reserved keys; on return they are in the store.
+
+        Args:
+            high: Key of exact high halves.
+            low: Key of low halves.
+            begin: First element in the keys.
+            numel: Number of weights.
+            source: Called with (first weight, fp32 tensor); fills the tensor.
+
+        Raises:
+            StoreError: A write failed.
+        """
+        writing: deque[_Chunk] = deque()
+        try:
+            for first, count in self._runs(numel):
+                if len(writing) == 2:
+                    self._end(writing.popleft())
+                chunk = self._take(first, count)
+                writing.append(chunk)
+                source(first, chunk.weights)
+                cut(chunk.weights, chunk.high, chunk.low)
+                self._write(chunk, [(high, chunk.high), (low, chunk.low)], begin)
+            while writing:
+                self._end(writing.popleft())
+        finally:
+            self._drop(writing)
+
+    # -- inner -----------------------------------------------------------------------------------
+
+    def _read_each(self, keys: HalfKeys, begin: int, numel: int) -> Iterator[_Chunk]:
+        """Yield chunks with joined weights; one more is being read meanwhile."""
+        self._slots.submit_all()  # the store does not know of slots that wait for the device
+        coming: deque[_Chunk] = deque()
+        try:
+            for first, count in self._runs(numel):
+                coming.append(self._take(begin + first, count))
+                self._start_read(keys, coming[-1])
+                if len(coming) == 2:
+                    yield self._join(keys, coming[0])
+                    self._end(coming.popleft())
+            while coming:
+                yield self._join(keys, coming[0])
+                self._end(coming.popleft())
+        finally:
+            self._drop(coming)
+
+    def _start_read(self, keys: HalfKeys, chunk: _Chunk) -> None:
+        read, begin = partial(self._store.read, hold=chunk.slot), chunk.begin
+        if keys.low is None:
+            chunk.low.zero_()
+        else:
+            chunk.tickets.append(read(key=keys.low, target=chunk.low, offset_bytes=2 * begin))
+        for key, offset, count, first in keys.high(begin, chunk.numel):
+            target = chunk.high.narrow(0, first, count)
+            chunk.tickets.append(read(key=key, target=target, offset_bytes=offset))
+        if keys.flags is not None:
+            flags = chunk.flags(keys.flag_dtype)
+            offset = begin * keys.flag_dtype.itemsize
+            chunk.tickets.append(read(key=keys.flags, target=flags, offset_bytes=offset))
+
+    def _join(self, keys: HalfKeys, chunk: _Chunk) -> _Chunk:
+        chunk.wait()
+        flags = None if keys.flags is None else chunk.flags(keys.flag_dtype)
+        join(chunk.high, chunk.low, flags, chunk.weights)
+        return chunk
+
+    def _write(self, chunk: _Chunk, parts: Sequence[tuple[str, torch.Tensor]], begin: int) -> None:
+        for key, source in parts:
+            offset = (begin + chunk.begin) * source.element_size()
+            chunk.tickets.append(
+                self._store.write(key=key, source=source, offset_bytes=offset, hold=chunk.slot)
+            )
+
+    def _runs(self, numel: int) -> Iterator[tuple[int, int]]:
+        step = _numel_of(self._slots.slot_bytes)
+        return ((begin, min(step, numel - begin)) for begin in range(0, numel, step))
+
+    def _take(self, begin: int, numel: int) -> _Chunk:
+        return _Chunk(begin, numel, self._slots.take(self._slots.slot_bytes, torch.uint8))
+
+    def _end(self, chunk: _Chunk) -> None:
+        try:
+            chunk.wait()
+        finally:
+            self._slots.give_back(chunk.slot)
+
+    def _drop(self, chunks: deque[_Chunk]) -> None:
+        """Give slots back after an error, or when a caller stops early."""
+        while chunks:
+            with suppress(Exception):  # the first error is the one to raise
+                self._end(chunks.popleft())
