@@ -41,6 +41,8 @@ LIMIT_LARGE_BYTES = 24 << 20
 LIMIT_HALF_BYTES = 76 << 20
 LIMIT_ALL_PARAMETERS_BYTES = 92 << 20
 LIMIT_EVERYTHING_BYTES = 512 << 20
+# Above what the defaults of gpt2 need: some master weights, which gradients come behind.
+LIMIT_SOME_MASTERS_BYTES = 86 << 20
 TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
 
 
@@ -246,7 +248,7 @@ def early_cases() -> list[Case]:
         replace(early, walk="off", world=2),
         replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True, prefetch_numel=BILLION),
         replace(early, limit_bytes=LIMIT_HALF_BYTES),
-        replace(early, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="gpt2"),
+        replace(early, limit_bytes=LIMIT_SOME_MASTERS_BYTES, family="gpt2"),
         replace(early, verify="full", volumes=("3", "1")),
     ]
 

@@ -22,7 +22,6 @@ from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.deepspeed.checkpoint.frozen import frozen_parameters, put_in
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.system.files import sync, write_durably
-from memascend.transfer.staging import StagingSlots
 from memascend.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     nbytes += model_states.stat().st_size + zero_states.stat().st_size
     saving = byte_progress(f"saving {folder.target}", nbytes, leads=leads)
     with runtime.lock, saving as advance:
-        writer = _Writer(folder.path, target, runtime.staging, advance)
+        writer = _Writer(folder.path, target, advance)
         writer.add_also_to(zero_states, twice)
         for tensor in once:
             writer.add(tensor)
@@ -81,9 +80,9 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
 class _Writer:
     """Writes files and collects their manifest entries."""
 
-    def __init__(self, folder: Path, target: Path, slots: StagingSlots, advance: Advance) -> None:
+    def __init__(self, folder: Path, target: Path, advance: Advance) -> None:
         self._folder, self._target = folder, target
-        self._slots, self._advance = slots, advance
+        self._advance = advance
         self.files: list[FileEntry] = []
 
     def note(self, path: Path, nbytes: int, crc32: int) -> None:
@@ -94,7 +93,7 @@ class _Writer:
         """Write the file of a tensor; `also` gets the same bytes."""
         path = self._target / tensor.file_name
         with SummedFile.create(path, self._advance) as file:
-            for staged in self._slots.stream(key=tensor.key, nbytes=tensor.nbytes):
+            for staged in tensor.read():
                 file.write(staged.numpy())
                 if also is not None:
                     also(staged.numpy())

@@ -22,7 +22,7 @@ from typing import Any
 from deepspeed import comm as dist
 
 from memascend.base.sizes import LEFT_ONE_OF
-from memascend.deepspeed.optimizer.fused_adam import FusedAdam
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
@@ -321,6 +321,23 @@ class DuringBackward:
 
 #: Work ahead of a step; its methods take the step that collects gradients.
 AheadOfStep = NothingAhead | DuringBackward
+
+
+def why_never_early(
+    upstream: Upstream, fused: FusedAdam | OwnSteps, *, streams_gradients: bool
+) -> str:
+    """Return why a run cannot step tiles early; empty if it can."""
+    if upstream.norm_max > 0:
+        return (
+            f"gradient_clipping is {upstream.norm_max}, and no gradient can be clipped before the "
+            "last one has come. Set it to 0 (max_grad_norm=0 in a Trainer)"
+        )
+    if not fused.is_fused:
+        name = type(upstream.base).__name__
+        return f"{name} does not step in one pass (streaming.optimizer.fused)"
+    if not streams_gradients or upstream.parameter_swapper is None:
+        return "parameters and gradients are not streamed from and to the drive"
+    return ""
 
 
 def gradient_ranges(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:

@@ -44,6 +44,7 @@ from memascend.kernels.adam import (
     make_rounding_key,
     update,
 )
+from memascend.kernels.halves import cut, join, round_high
 from memascend.plan.optimizer_dtypes import refusal_of_bf16
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.tile_memory import TileShape
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 TAIL_WIDTHS = (8, 16, 4, 1, 1 << 62)
 _DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
+#: The moment that is never negative.
+FLAG_STATE = MOMENTS[1]
 #: Seed of the stochastic rounding of bf16 moments: "memascend" on a telephone's keys.
 _SEED = 636272363
 
@@ -394,6 +397,7 @@ def _steps_of_both(
     output = None
     if shape.parameter_dtype in _DTYPES_16_BIT:
         output = torch.empty(_NUMEL, dtype=shape.parameter_dtype)
+    in_halves = _InHalves(weight) if shape.parameter_dtype == torch.bfloat16 else None
     try:
         for step in _STEPS:
             gradient, factor = _values(generator, shape.gradient_dtype), 1 / (3 * step)
@@ -401,20 +405,39 @@ def _steps_of_both(
             tensors = [theirs[0], wide.mul_(factor), *theirs[1:]]
             call(operator, TRIAL_NUMBER, step, group, tensors)
             powers.advance(step, group["betas"])
-            update(
+            step_ours = partial(
+                update,
                 gradient=gradient,
-                weight=ours[0],
-                exp_avg=ours[1],
-                exp_avg_sq=ours[2],
-                output=output,
                 coefficients=coefficients(powers, group, factor, adamw=optimizer.adam_w_mode),
                 tail_numel=_NUMEL % tail_width,
             )
+            step_ours(weight=ours[0], exp_avg=ours[1], exp_avg_sq=ours[2], output=output)
             yield from zip(ours, theirs, strict=True)
+            if in_halves is not None:
+                yield from zip(in_halves.step(step_ours), theirs, strict=True)
             if output is not None:
                 yield output, theirs[0].to(output.dtype)
     finally:
         operator.destroy_adam(TRIAL_NUMBER)
+
+
+class _InHalves:
+    """The same values with the weights in halves."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._high = torch.empty(_NUMEL, dtype=torch.bfloat16)
+        self._low = torch.empty(_NUMEL, dtype=torch.int16)
+        self._moments = [torch.zeros(_NUMEL), torch.zeros(_NUMEL)]
+        cut(weight, self._high, self._low)
+        round_high(self._high, self._low, self._moments[1])
+
+    def step(self, update: Callable[..., None]) -> list[torch.Tensor]:
+        """Step, and return the whole weights and the moments."""
+        first, second = self._moments
+        update(weight=self._low, exp_avg=first, exp_avg_sq=second, output=self._high)
+        whole = torch.empty(_NUMEL)
+        join(self._high, self._low, second, whole)
+        return [whole, first, second.abs()]
 
 
 def _values(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:

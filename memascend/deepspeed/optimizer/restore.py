@@ -25,7 +25,7 @@ from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
-from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.deepspeed.optimizer.upstream import ReadBytes, Upstream
 from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import StoreError
 from memascend.transfer.staging import StagingSlots
@@ -42,7 +42,7 @@ class StoredTensor:
         state: Name of the state, None for the master weights.
         dtype: Dtype of its elements.
         numel: Number of its elements.
-        key: Key in the store.
+        read: Returns its bytes.
         file_name: Name of stock's file in the rank's folder.
         padded_bytes: Size of stock's file.
     """
@@ -51,7 +51,7 @@ class StoredTensor:
     state: str | None
     dtype: torch.dtype
     numel: int
-    key: str
+    read: ReadBytes
     file_name: str
     padded_bytes: int
 
@@ -76,7 +76,7 @@ def stored_tensors(upstream: Upstream, steps: StepPath, aio: Aio) -> list[Stored
     found = []
     named = zip(upstream.names, upstream.numels, strict=True)
     for sub_group, (name, numel) in enumerate(named):
-        for state, dtype, key in steps.stored(name):
+        for state, dtype, read in steps.stored(name):
             stem = f"{state}-{name}" if state else name
             nbytes = numel * dtype.itemsize
             found.append(
@@ -85,7 +85,7 @@ def stored_tensors(upstream: Upstream, steps: StepPath, aio: Aio) -> list[Stored
                     state=state,
                     dtype=dtype,
                     numel=numel,
-                    key=key,
+                    read=read,
                     file_name=f"{stem}.tensor.swp",
                     padded_bytes=-(-nbytes // alignment) * alignment,
                 )

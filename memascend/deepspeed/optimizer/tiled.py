@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from memascend.base.progress import byte_progress
 from memascend.base.units import format_nbytes
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.ahead import (
@@ -30,11 +29,13 @@ from memascend.deepspeed.optimizer.ahead import (
     DuringBackward,
     NothingAhead,
     check_gradients,
+    why_never_early,
 )
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
 from memascend.deepspeed.optimizer.locked import locked, with_lock
+from memascend.deepspeed.optimizer.master_weights import MasterWeights
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.deepspeed.optimizer.upstream import LOADED, Original, Upstream
+from memascend.deepspeed.optimizer.upstream import LOADED, Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
 from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
 from memascend.deepspeed.plan.optimizers import (
@@ -43,7 +44,6 @@ from memascend.deepspeed.plan.optimizers import (
     state_count,
     state_dtype,
 )
-from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.plan.knobs import tile_sizes
 from memascend.plan.optimizer_dtypes import INEXACT, keeps_bf16
 from memascend.runtime import Runtime
@@ -82,13 +82,18 @@ class TiledSteps:
         self._fused: FusedAdam | OwnSteps = OwnSteps()
         # Work ahead of the coming step: tiles are stepped during backward, or only read.
         self._ahead: AheadOfStep = NothingAhead()
-        # Called with the bytes of master weights stored since the last call, at the start.
-        self._advance: Callable[[int], None] | None = None
+        self._masters: MasterWeights | None = None
 
     @property
     def runtime(self) -> Runtime:
         """The model's runtime."""
         return self._attach().runtime
+
+    @property
+    def masters(self) -> MasterWeights:
+        """The master weights, after `configure`."""
+        assert self._masters is not None
+        return self._masters
 
     @property
     def _stream(self) -> OptimizerStream:
@@ -124,6 +129,12 @@ class TiledSteps:
         if self.keeps_bf16_states and dist.get_rank() == 0:
             log.warning("memascend: %s", INEXACT)
         self._ahead = self._work_ahead()
+        self._masters = MasterWeights(
+            upstream,
+            stream.groups,
+            may_split=self._fused.is_fused and runtime.config.streaming.optimizer.split_master,
+            at_rest=self._at_rest,
+        )
         upstream.state_swapper = StreamedSwapper(
             groups=stream.groups, gradient_stream=runtime.gradients, lock=runtime.lock
         )
@@ -132,7 +143,9 @@ class TiledSteps:
         """Return early steps if they are configured and this optimizer allows them."""
         if not self.runtime.config.streaming.optimizer.during_backward:
             return AfterBackward(self._stream)
-        if reason := self._why_never_early():
+        if reason := why_never_early(
+            self._upstream, self._fused, streams_gradients=self._streams_gradients
+        ):
             if dist.get_rank() == 0:
                 key = "streaming.optimizer.during_backward"
                 log.warning("memascend: %s has no effect: %s", key, reason)
@@ -145,21 +158,6 @@ class TiledSteps:
             overlaps=self._may_overlap,
             turn_off=self._turn_off,
         )
-
-    def _why_never_early(self) -> str:
-        """Return why this run cannot step tiles early; empty if it can."""
-        norm_max = self._upstream.norm_max
-        if norm_max > 0:
-            return (
-                f"gradient_clipping is {norm_max}, and no gradient can be clipped before the "
-                "last one has come. Set it to 0 (max_grad_norm=0 in a Trainer)"
-            )
-        if not self._fused.is_fused:
-            name = type(self._upstream.base).__name__
-            return f"{name} does not step in one pass (streaming.optimizer.fused)"
-        if not self._streams_gradients or self._upstream.parameter_swapper is None:
-            return "parameters and gradients are not streamed from and to the drive"
-        return ""
 
     def _turn_off(self) -> None:
         """Step no tile during backward from now on."""
@@ -194,26 +192,13 @@ class TiledSteps:
         return state_dtype(upstream.base, upstream.master_dtype, in_bf16=self.keeps_bf16_states)
 
     def create_masters(self, original: Original) -> None:
-        """Make master weights as DeepSpeed, sub-group by sub-group.
-
-        DeepSpeed allocates a buffer of a whole sub-group, which stays unused: master weights are
-        streamed.
-        """
-        numels = self._upstream.numels
-        nbytes = sum(numels) * self._upstream.master_dtype.itemsize
-        leads = dist.get_rank() == 0
-        with (
-            byte_progress("writing master weights", nbytes, leads=leads) as self._advance,
-            AbsentBuffers(torch.empty, set(numels)),
-        ):
-            original()
+        """Make master weights as DeepSpeed, sub-group by sub-group, without its buffers."""
+        self.masters.create_all(original)
 
     @locked
     def create_master(self, number: int, original: Original) -> None:
         """Create the master weights of a sub-group from its parameters."""
-        upstream = self._upstream
-        name, numel = upstream.masters[number].ds_id, upstream.numels[number]
-        self._groups.create(name, numel, upstream.members(number), self._advance)
+        self.masters.create(number)
 
     def initialize_states(self, original: Original) -> None:
         """Allocate nothing: gradients and moments begin as zeros, which need not be stored."""
@@ -232,7 +217,7 @@ class TiledSteps:
         """Free the memory and the drive space of all sub-groups."""
         self._ahead.discard()
         self._stream.drop_prefetched()
-        self._groups.discard()
+        self.masters.discard()
         self._ahead = NothingAhead()
 
     # -- the step --------------------------------------------------------------------------------
@@ -291,6 +276,7 @@ class TiledSteps:
         if None in step.updates:
             early, reason = {}, reason or "the optimizer has to make this step by itself"
         check_gradients(self._upstream, self.runtime, early, reason)
+        self.masters.make_whole(step.updates)
         self._ahead.explain(reason)
         self.early_tile_count += sum(map(len, early.values()))
         order = forward_order(self._upstream) if step.in_background else numbers
@@ -414,6 +400,17 @@ class TiledSteps:
         self.runtime.background.finish()
         with_lock(self.runtime, self._ahead.close)
 
+    def _at_rest(self, action: Callable[[], object]) -> None:
+        """Call when neither a step nor a tile is under way."""
+        self.finish()
+        with_lock(self.runtime, functools.partial(self._call_at_rest, action))
+
+    def _call_at_rest(self, action: Callable[[], object]) -> None:
+        self._stream.drain()
+        if self.current.is_torn:
+            self._groups.begin_load()  # only that mends it: there is nothing to keep
+        action()
+
     # -- gradients -------------------------------------------------------------------------------
 
     def bypass_of(self, name: str, offset: int, *, replaces: bool) -> DriveBypass | None:
@@ -450,12 +447,12 @@ class TiledSteps:
         self.current.check()
         with_lock(self.runtime, self._groups.settle)
 
-    def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
-        """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""
-        group = self._groups.group(name)
-        yield None, self._groups.master_dtype, group.key()
-        for state, dtype in group.states.items():
-            yield state, dtype, group.key(state)
+    def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, ReadBytes]]:
+        """Yield (state, dtype, read) of a sub-group's stored tensors; weights (None) come first."""
+        groups = self._groups
+        yield None, groups.master_dtype, functools.partial(groups.stream, name, None)
+        for state, dtype in groups.group(name).states.items():
+            yield state, dtype, functools.partial(groups.stream, name, state)
 
     def begin_load(self) -> None:
         """Prepare to replace all values; earlier errors are ignored."""
@@ -466,6 +463,7 @@ class TiledSteps:
             self.drop_ahead(LOADED)
             self._stream.drain()
         self.current.note_load()
+        self._groups.begin_load()
 
     def discard_states(self) -> None:
         """Drop every state; master weights stay."""

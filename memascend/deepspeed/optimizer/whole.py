@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from memascend.deepspeed.attach.attachment import Attachment
-from memascend.deepspeed.optimizer.upstream import Original, Upstream
+from memascend.deepspeed.optimizer.upstream import Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import WholeValues
 from memascend.deepspeed.stock.optimizer_swapper import (
     PipelinedSwapper,
@@ -155,17 +156,20 @@ class WholeSteps:
         """
         self.current.check()
 
-    def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
-        """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""
+    def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, ReadBytes]]:
+        """Yield (state, dtype, read) of a sub-group's stored tensors; weights (None) come first."""
         swapper = self._upstream.state_swapper
         swap_info = swapper.swap_params_info.get(name)
         if swap_info is None:
             return  # in memory
+        numel = self._upstream.numels[self._upstream.names.index(name)]
+        nbytes = numel * swapper.dtype.itemsize
+        stream = self._attach().runtime.staging.stream
         for number, context in enumerate(swap_info.tensors):
             # The first one is the master weights; the names of the others begin with the state.
             owner = str(context.compute_tensor.ds_id)
             state = owner.removesuffix(f"-{name}") if number > 0 else None
-            yield state, swapper.dtype, context.swap_path
+            yield state, swapper.dtype, partial(stream, key=context.swap_path, nbytes=nbytes)
 
     def begin_load(self) -> None:
         """Prepare to replace all values.

@@ -12,7 +12,7 @@ when it is written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -87,6 +87,7 @@ class ParameterSwapper:
         self._stream, self._new_event = stream, new_event
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=released_bytes_max)
+        self._before_change: Callable[[Collection[str]], None] = lambda keys: None
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
         # Slots that a collective may still read; released after the wait for it.
         self._gathering: dict[Shard, None] = {}
@@ -112,7 +113,6 @@ class ParameterSwapper:
         self._stream.let_go(self._shard(param, numel))
         return self._stage_outgoing(param, numel)
 
-    @exclusive
     def swap_out_and_release(
         self,
         params: Sequence[Parameter],
@@ -120,6 +120,21 @@ class ParameterSwapper:
         force_buffer_release: bool = False,
     ) -> None:
         """Store shards and release their slots; on return the bytes are in the store."""
+        try:
+            self._before_change([self.key(param) for param in params])  # without the lock
+        except BaseException:
+            self._drop_changes(params)
+            raise
+        self._write_all(params)
+
+    @exclusive
+    def _drop_changes(self, params: Sequence[Parameter]) -> None:
+        for param in params:
+            self._stream.drop(self._shard(param))
+            self._mark_absent(param)
+
+    @exclusive
+    def _write_all(self, params: Sequence[Parameter]) -> None:
         for param in params:
             shard = self._shard(param)
             try:
@@ -197,7 +212,19 @@ class ParameterSwapper:
         finally:
             self._show_changes()
 
-    # -- called by our gather and step hooks -----------------------------------------------------
+    # -- called by our gather and step hooks, and by the optimizer ------------------------------
+
+    def watch_changes(
+        self, before: Callable[[Collection[str]], None], is_fixed: Callable[[str], bool]
+    ) -> None:
+        """Tell the optimizer of parameters that a script changes.
+
+        Args:
+            before: Called with their keys, without the lock, before their shards are stored.
+            is_fixed: Returns whether a shard, by its key, must not be stored now: an error then.
+        """
+        self._before_change = before
+        self._stream.is_fixed = is_fixed
 
     @exclusive
     def turns(self, params: Iterable[Parameter]) -> list[list[Parameter]]:

@@ -144,6 +144,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         sub_group_numels=tuple(optimizer.numels),
         during_backward=request.during_backward and is_cpu_adam and not optimizer.norm_max,
         overlaps=request.overlaps and is_cpu_adam,
+        wants_split_master=request.wants_split_master and is_cpu_adam,
     )
 
 

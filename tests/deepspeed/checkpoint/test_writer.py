@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def stored(
     key, nbytes = f"key {state}", data.nbytes
     store.reserve(key=key, nbytes=max(nbytes, 1))
     slots.fill(key=key, nbytes=nbytes, source=TensorReader(lambda: data).fill)
-    tensor = StoredTensor(0, state, data.dtype, numel, key, f"{state}.tensor.swp", nbytes + 13)
+    read = partial(slots.stream, key=key, nbytes=nbytes)
+    tensor = StoredTensor(0, state, data.dtype, numel, read, f"{state}.tensor.swp", nbytes + 13)
     return tensor, data
 
 
@@ -50,7 +52,7 @@ def test_a_key_becomes_a_file_and_a_key_again(
     moved: list[int] = []
     passed: list[bytes] = []
     (tmp_path / "rank00").mkdir()
-    writer = _Writer(tmp_path, tmp_path / "rank00", slots, moved.append)
+    writer = _Writer(tmp_path, tmp_path / "rank00", moved.append)
     writer.add(tensor, also=lambda piece: passed.append(bytes(piece)))
     content = (tmp_path / "rank00" / tensor.file_name).read_bytes()
     assert content == bytes(data.numpy()) + bytes(13)
@@ -78,7 +80,7 @@ def test_tensors_are_put_into_deepspeeds_file_too_and_all_bytes_are_counted(
     zero = {"fp32_flat_groups": (torch.empty(0),), "optimizer_state_dict": base}
     torch.save({"optimizer_state_dict": zero, "kept": 1}, path)
     moved: list[int] = []
-    writer = _Writer(tmp_path, tmp_path, slots, moved.append)
+    writer = _Writer(tmp_path, tmp_path, moved.append)
     writer.add_also_to(path, [master, moment])
     content = torch.load(path, weights_only=False)
     found = content["optimizer_state_dict"]
@@ -95,9 +97,9 @@ def test_whoever_stops_listening_gives_every_slot_back(
 ) -> None:
     tensor, _ = stored(store, slots, 25_001)
     for _ in range(3):
-        for _staged in slots.stream(key=tensor.key, nbytes=tensor.nbytes):
+        for _staged in tensor.read():
             break
-    unfinished = slots.stream(key=tensor.key, nbytes=tensor.nbytes)
+    unfinished = tensor.read()
     next(unfinished)
     with pytest.raises(KeyError):
         unfinished.throw(KeyError())  # type: ignore[attr-defined]

@@ -261,7 +261,10 @@ class Reader:
 
 
 def test_what_is_stored_is_weights_first_and_then_states(optimizer: Tiled) -> None:
-    assert list(optimizer.steps.stored("4_4")) == [(None, FP32, "master.4_4")]
+    ((state, dtype, read),) = optimizer.steps.stored("4_4")
+    assert (state, dtype) == (None, FP32)
+    weights = torch.cat([part.clone() for part in read()]).view(FP32)
+    assert torch.equal(weights, optimizer.training.master("4_4"))
     optimizer.walk(gradients(0, BF16))
     assert [state for state, *_ in optimizer.steps.stored("4_4")] == [None, "exp_avg", "exp_avg_sq"]
 
@@ -269,10 +272,9 @@ def test_what_is_stored_is_weights_first_and_then_states(optimizer: Tiled) -> No
 def test_settled_states_are_in_the_store_though_no_step_wrote_them(optimizer: Tiled) -> None:
     optimizer.steps._make_state(0)
     optimizer.steps.settle()
-    key = [key for state, _, key in optimizer.steps.stored(NAMES[0]) if state == "exp_avg"]
-    found = torch.ones(SIZES[NAMES[0]])
-    optimizer.training.slots.read(key=key[0], target=found, offset_bytes=0)
-    assert not found.any()
+    (read,) = [read for state, _, read in optimizer.steps.stored(NAMES[0]) if state == "exp_avg"]
+    assert sum(part.numel() for part in read()) == 4 * SIZES[NAMES[0]]
+    assert not any(part.any() for part in read())
     optimizer.steps.current.note_load()
     with pytest.raises(TornStepError):
         optimizer.steps.settle()
@@ -418,7 +420,7 @@ def test_only_an_optimizer_that_needs_sub_groups_whole_is_warned_of(
 
 def test_at_the_end_the_drives_space_goes_back(optimizer: Tiled) -> None:
     optimizer.walk(gradients(0, BF16))
-    keys = [key for name in NAMES for *_, key in optimizer.steps.stored(name)]
+    keys = [key for name in NAMES for key in optimizer.groups.group(name).all_keys]
     assert len(keys) == 9
     optimizer.steps.discard(None)
     store = optimizer.training.store

@@ -257,7 +257,8 @@ def test_without_our_store_stock_keeps_its_files(optimizer: Whole) -> None:
 
 def test_what_is_stored_has_the_names_of_its_states(optimizer: Whole) -> None:
     optimizer.add_moments()
-    assert list(optimizer.steps.stored("0_4")) == [
+    found = [(*named, read.keywords["key"]) for *named, read in optimizer.steps.stored("0_4")]
+    assert found == [
         (None, FP32, "/swap/0_4.tensor.swp"),
         ("exp_avg", FP32, "/swap/exp_avg-0_4.tensor.swp"),
         ("exp_avg_sq", FP32, "/swap/exp_avg_sq-0_4.tensor.swp"),
@@ -295,7 +296,8 @@ def test_a_tensor_is_loaded_to_where_deepspeeds_swapper_reads_it(
     reader = Reader(NUMEL)
     optimizer.steps.load_tensor(LoadedTensor(0, state, FP32, reader))
     optimizer.attachment.runtime.staging.wait_writes()
-    (key,) = [key for name, _, key in optimizer.steps.stored("0_4") if name == state]
+    (read,) = [read for name, _, read in optimizer.steps.stored("0_4") if name == state]
+    key = read.keywords["key"]
     found = torch.empty(ALIGNED_NUMEL)  # swappers read so much
     optimizer.attachment.runtime.store.read(key=key, target=found).wait()
     assert torch.equal(found[:NUMEL], reader.values)

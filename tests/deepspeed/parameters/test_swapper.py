@@ -304,6 +304,36 @@ def test_a_modified_parameter_gets_a_slot_to_be_partitioned_into(bench: Bench) -
     assert value(bench.store.value("param.0", torch.bfloat16)) == 8.0
 
 
+def test_an_optimizer_hears_of_a_change_before_it_is_stored_and_may_refuse_it(
+    bench: Bench,
+) -> None:
+    (param,) = bench.partitioned(1)
+    heard: list[tuple[Any, float]] = []
+    is_fixed = [True]
+
+    def before(keys: Any) -> None:
+        heard.append(([*keys], value(bench.store.value("param.0", torch.bfloat16))))
+        assert not bench.swapper.lock._is_owned()  # another thread may wait for it
+        if len(heard) == 1:
+            raise StoreError(5, "the last step failed")
+
+    bench.swapper.watch_changes(before, lambda key: is_fixed[0])
+    for error in (StoreError, AssertionError):
+        bench.swapper.stage_for_update(param)
+        param.ds_tensor.data.fill_(8)
+        with pytest.raises(error, match=r"the last step failed|param\.0 changes, and its master"):
+            bench.swapper.swap_out_and_release([param])
+        assert param.ds_tensor.status is ABSENT
+        bench.swapper.swap_in([param], async_op=False)
+        assert value(param.ds_tensor.data) == 1.0, "what is stored"
+    is_fixed[0] = False
+    bench.swapper.stage_for_update(param)
+    param.ds_tensor.data.fill_(8)
+    bench.swapper.swap_out_and_release([param])
+    assert value(bench.store.value("param.0", torch.bfloat16)) == 8.0
+    assert heard == [(["param.0"], 1.0)] * 3
+
+
 # -- what is no shard of this swapper ------------------------------------------------------------
 
 

@@ -1,0 +1,126 @@
+"""Master weights of tiled sub-groups: whole in a key of their own, or in halves.
+
+In halves the high one is the bf16 parameter that forward uses, so that a step writes two bytes less
+for each weight, and the start writes none. Two rules keep that exact. A script may change such a
+parameter outside of the step (GatheredParameters, a state dict loaded into the module), which with
+CPU offload leaves the master weights alone: so their high halves are stored before. And only the
+fused step knows halves: before the optimizer steps by itself, its sub-groups become whole, for
+good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from deepspeed import comm as dist
+
+from memascend.base.progress import byte_progress
+from memascend.deepspeed.optimizer.fused_adam import FLAG_STATE
+from memascend.deepspeed.optimizer.upstream import Original, Upstream
+from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.deepspeed.stock.host_buffers import AbsentBuffers
+from memascend.streaming.optimizer.sub_group import HIGH_DTYPE, MasterForm, Member
+from memascend.streaming.optimizer.sub_group_step import FusedUpdate
+from memascend.streaming.optimizer.sub_groups import SubGroups
+
+
+class MasterWeights:
+    """Creates the master weights of one optimizer, and keeps them while a script changes others."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        groups: SubGroups,
+        *,
+        may_split: bool,
+        at_rest: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """Start without sub-groups.
+
+        Args:
+            upstream: The optimizer.
+            groups: Holds the master weights.
+            may_split: Whether steps are fused, and halves are wanted.
+            at_rest: Calls its argument when neither a step nor a tile is under way.
+        """
+        self._upstream, self._groups = upstream, groups
+        self._may_split = may_split and upstream.master_dtype == torch.float32
+        self._at_rest = at_rest
+        self._owner_of: dict[str, str] = {}  # key of a parameter: its sub-group
+        # Called with the bytes of master weights stored since the last call.
+        self._advance: Callable[[int], None] | None = None
+
+    def create_all(self, original: Original) -> None:
+        """Make master weights as DeepSpeed, sub-group by sub-group.
+
+        DeepSpeed allocates a buffer of a whole sub-group, which stays unused.
+        """
+        numels = self._upstream.numels
+        written = 0 if self._may_split else sum(numels)
+        nbytes = written * self._upstream.master_dtype.itemsize
+        leads = dist.get_rank() == 0 and nbytes > 0
+        with (
+            byte_progress("writing master weights", nbytes, leads=leads) as self._advance,
+            AbsentBuffers(torch.empty, set(numels)),
+        ):
+            original()
+
+    def create(self, number: int) -> None:
+        """Create the master weights of a sub-group from its parameters."""
+        upstream = self._upstream
+        name, numel = upstream.masters[number].ds_id, upstream.numels[number]
+        members = upstream.members(number)
+        if not self._can_split(members, numel):
+            self._groups.create(name, numel, members, self._advance)
+            return
+        self._groups.create_split(name, numel, members, flag_state=FLAG_STATE)
+        for member, param in zip(members, upstream.params[number], strict=True):
+            assert member.key is not None
+            self._owner_of[member.key] = name
+            swapper = swapper_of(param)
+            assert swapper is not None
+            swapper.watch_changes(self.keep_high, self.is_fixed)
+
+    def _can_split(self, members: Sequence[Member], numel: int) -> bool:
+        """Return whether all values of a sub-group are bf16 on the drive.
+
+        A script may change those in memory without a call.
+        """
+        return (
+            self._may_split
+            and all(one.key is not None and one.dtype == HIGH_DTYPE for one in members)
+            and sum(one.numel for one in members) == numel
+        )
+
+    def keep_high(self, keys: Collection[str]) -> None:
+        """Store the high halves of weights whose parameters, of these keys, are about to change.
+
+        Raises:
+            StoreError: The last step failed, or the drive; nothing has changed.
+        """
+        # Also if they are stored already: a step under way may be about to drop them.
+        owners = sorted({self._owner_of[key] for key in keys if key in self._owner_of})
+        if owners:
+            self._at_rest(partial(self._groups.keep_high, *owners))
+
+    def is_fixed(self, key: str) -> bool:
+        """Return whether a parameter is the high half of its master weights."""
+        owner = self._owner_of.get(key)
+        return owner is not None and self._groups.group(owner).form is MasterForm.ROUNDED
+
+    def make_whole(self, updates: Sequence[FusedUpdate | None]) -> None:
+        """Store whole master weights of the sub-groups that the optimizer steps by itself.
+
+        Raises:
+            StoreFullError: The drive has no room for them; nothing has changed.
+        """
+        for name, update in zip(self._upstream.names, updates, strict=True):
+            if update is None:
+                self._groups.make_whole(name)
+
+    def discard(self) -> None:
+        """Discard all; parameters may change then."""
+        self._owner_of.clear()
+        self._groups.discard()
