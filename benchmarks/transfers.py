@@ -1,9 +1,9 @@
 """What a phase of a training step moves, and nothing else: the least time of a drive for it.
 
 In tiles, three of them in flight. The optimizer's are the transfers of memascend's tiled step in
-their order: master weights, two states and gradients are read, all but the gradients are written
-back and the parameters with them. No arithmetic, no Python of DeepSpeed's, nothing that waits for a
-value. Knows the store alone.
+their order: both halves of master weights, two states and gradients are read, all but the gradients
+are written back; high halves are the parameters. No arithmetic, no Python of DeepSpeed's, nothing
+that waits for a value. Knows the store alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from memascend.nvme.store import TensorStore, Ticket
 from memascend.plan.knobs import TILE_COUNT, TILE_NUMEL
 
 #: Bytes of each element, by key.
-READ = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}
-WRITTEN = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "parameter": 2}
-ELEMENT_BYTES = READ | WRITTEN
+WRITTEN = {"low": 2, "high": 2, "exp_avg": 4, "exp_avg_sq": 4}
+READ = WRITTEN | {"gradient": 2}
+#: Forward and backward have a key of their own, so that a phase may read both.
+ELEMENT_BYTES = READ | {"parameter": 2}
 
 
 class Transfers:

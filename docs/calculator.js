@@ -84,9 +84,10 @@ const NUMBERS = {
   "stream_itemsizes": [
     2,
     2,
-    4,
+    2,
     8
   ],
+  "half_itemsize": 2,
   "sub_group_size": 1000000000,
   "reuse_numel": 1000000000,
   "bounce_bytes": 4194304,
@@ -261,13 +262,14 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens, drives
   const [parameters, gradients, ...others] = drive;
   const saved = activationBytes(model, tokens);
   const whole = sum(tensors.map((tensor) => tensor.numel));
+  const halves = parameters * (N.half_itemsize / N.param_itemsize); // of master weights, which the step reads
   return {
     least,
     host,
     peak: host,
     drive: sum(drive) + saved,
     passes: { read: passesBytes(parameters, whole, held) + saved, written: gradients + saved },
-    optimizer: { read: gradients + sum(others), written: parameters + sum(others) },
+    optimizer: { read: gradients + halves + sum(others), written: parameters + sum(others) },
   };
 }
 

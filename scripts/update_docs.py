@@ -88,7 +88,13 @@ def calculator() -> str:
         "master_itemsize": master,
         "states": request.states,
         # Parameters, gradients, master weights, states: in the order in which they stay in memory.
-        "stream_itemsizes": [request.param_itemsize, request.gradient_itemsize, master, states],
+        "stream_itemsizes": [
+            request.param_itemsize,
+            request.gradient_itemsize,
+            request.stored_master_itemsize,
+            states,
+        ],
+        "half_itemsize": master - request.stored_master_itemsize,  # read with the parameters
         "sub_group_size": request.sub_group_size,
         "reuse_numel": request.reuse_numel,
         "bounce_bytes": sizes.BOUNCE_BYTES,

@@ -157,7 +157,9 @@ def _fewer_writes(
     streaming = block.streaming.model_copy(update={"optimizer": optimizer})
     early = block.model_copy(update={"streaming": streaming})
     if not request.during_backward and not why_not_during_backward(early, settings):
-        name = "streaming.optimizer.during_backward, for 14 bytes more a parameter on the drive"
+        changed = request.param_itemsize + request.stored_master_itemsize + request.states_bytes
+        key = "streaming.optimizer.during_backward"
+        name = f"{key}, for {changed} bytes more a parameter on the drive"
         yield replace(request, during_backward=True), limit, name
     more = (plan.host_bytes if limit is None else limit) + MORE_BYTES
     yield request, more, f"{format_nbytes(MORE_BYTES)} more of host_memory_limit"

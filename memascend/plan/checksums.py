@@ -21,15 +21,17 @@ PAGE_SPAN_BYTES = PAGE_BYTES // CHECKSUM_BYTES * GRAIN_BYTES
 SLAB_BYTES = 64 << 10
 #: Extra pages per volume, for the borders between kinds of keys.
 PAGES_BESIDE = 2
-#: Besides the sums: gradients that a program sets by hand.
+#: Keys of each tensor that are on the drive at times only: gradients that a program sets by hand,
+#: and the exact high halves of master weights.
 GRADIENTS_SET = 1
+HIGH_HALVES = 1
 
 
 def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     """Return the host bytes of checksums for everything that may be on drives; 0 without any."""
     if request.verify == "off":
         return 0
-    _, rounded = _key_bytes(shapes, request, GRADIENTS_SET)
+    _, rounded = _key_bytes(shapes, request, GRADIENTS_SET, HIGH_HALVES)
     rounded += ACTIVATIONS_BYTES * request.has_activations
     pages = -(-rounded // PAGE_SPAN_BYTES) + PAGES_BESIDE * request.volume_count
     return -(-pages * PAGE_BYTES // SLAB_BYTES) * SLAB_BYTES
@@ -39,11 +41,13 @@ def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     """Return the most drive bytes that rounding all keys up to whole grains adds."""
     if request.verify == "off":
         return 0
-    exact, rounded = _key_bytes(shapes, request, 0)
+    exact, rounded = _key_bytes(shapes, request, 0, 0)
     return rounded - exact
 
 
-def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) -> tuple[int, int]:
+def _key_bytes(
+    shapes: ModelShapes, request: PlanRequest, gradients_set: int, high_halves: int
+) -> tuple[int, int]:
     """Return the bytes of all keys together: exact, and in whole grains."""
     sizes: list[tuple[int, int]] = []  # (bytes, number of such keys)
     world = request.world
@@ -59,7 +63,9 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
             sizes.append((numel * window.sum_itemsize, window.sums + gradients_set))
             sizes.append((numel * window.arriving_itemsize, window.places))
             # Keys of sub-groups: at most one sub-group per tensor.
-            sizes.append((numel * request.master_itemsize, values))
+            sizes.append((numel * request.stored_master_itemsize, values))
+            if request.splits_master:
+                sizes.append((numel * request.param_itemsize, high_halves))
             sizes.append((numel * request.state_itemsize, values * request.states))
     exact = sum(nbytes * count for nbytes, count in sizes)
     return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

@@ -67,6 +67,7 @@ class Plan(Footprint):
     prefetch_bytes: int  # the part of that budget that read-ahead may fill
     slot_bytes_max: int  # larger shards pass through the staging slots in chunks
     backward_parameters_bytes: int  # bytes of parameters that a backward pass reads
+    halves_read_bytes: int  # bytes of parameters that the step reads, as halves of master weights
     gradient_room_bytes: int  # device bytes of gradients that wait for the drive
     #: Part of the gradients that backward waits for: those of a layer that exceed all room.
     held_up: float
@@ -174,7 +175,7 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
     return {
         PARAMETERS: sum(_shards_bytes(shapes, request)) if has_parameters else 0,
         GRADIENTS: learning * request.gradient_itemsize,
-        MASTER: learning * request.master_itemsize,
+        MASTER: learning * request.stored_master_itemsize,
         STATE: learning * request.states_bytes,
     }
 
@@ -219,7 +220,7 @@ def _early_numel(shapes: ModelShapes, request: PlanRequest, resident: Mapping[st
     if not request.during_backward:
         return 0
     kept_numel = max(
-        resident.get(MASTER, 0) / request.master_itemsize,
+        resident.get(MASTER, 0) / request.stored_master_itemsize,
         resident.get(STATE, 0) / max(1, request.states_bytes),
     )
     begin, early_numel = 0, 0
@@ -247,8 +248,10 @@ def _traffic(
     stored_numel = drive[GRADIENTS] // window.sum_itemsize
     passes_gradients = window.read_bytes * stored_numel
     held_bytes, both_bytes = _pass_bytes(drive[PARAMETERS], shapes, request, knobs)
+    passes_parameters = steps * both_bytes - (steps - 1) * held_bytes
+    halves_bytes = written_parameters if request.splits_master else 0
     read = {
-        PARAMETERS: steps * both_bytes - (steps - 1) * held_bytes,
+        PARAMETERS: passes_parameters + halves_bytes,
         GRADIENTS: passes_gradients + drive[GRADIENTS],
         MASTER: drive[MASTER],
         STATE: drive[STATE],
@@ -280,7 +283,8 @@ def _traffic(
         "drive": on_drive,
         "read_bytes": read,
         "written_bytes": read | written,
-        "passes_read_bytes": read[PARAMETERS] + passes_gradients,
+        "passes_read_bytes": passes_parameters + passes_gradients,
+        "halves_read_bytes": halves_bytes,
         "passes_written_bytes": written[GRADIENTS],
         "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
         "early_numel": early_numel,

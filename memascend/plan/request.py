@@ -20,6 +20,7 @@ from memascend.config.deepspeed import (
 )
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import (
+    BF16,
     FP32,
     master_dtype,
     narrow_key,
@@ -52,6 +53,9 @@ class PlanRequest:
     accumulation_dtype: str | None = None  # dtype of an accumulated gradient; None: of parameters
     master_dtype: str = FP32  # dtype of master weights
     state_dtype: str = FP32  # dtype of each state
+    #: Whether a master weight is stored as what its bf16 parameter lacks, if there is one on the
+    #: drive. Only DeepSpeedCPUAdam in one pass can.
+    wants_split_master: bool = True
     optimizer: str = Optimizer().type  # its name in the DeepSpeed JSON, or the name of its class
     state_count: int | None = None  # tensors of state per parameter; None: from the table, by name
     #: Whether a sub-group may be stepped in tiles; None: from the table, by name.
@@ -125,6 +129,20 @@ class PlanRequest:
     def master_itemsize(self) -> int:
         """Bytes of a master weight."""
         return ITEMSIZES[self.master_dtype]
+
+    @property
+    def splits_master(self) -> bool:
+        """Whether a master weight is stored as what its bf16 parameter lacks."""
+        is_bf16 = self.precision == BF16 and self.master_dtype == FP32
+        devices = {self.parameters_device, self.optimizer_device}
+        # A script may change parameters in host memory unseen.
+        is_on_drive = devices == {"nvme"} and not self.max_in_cpu
+        return self.wants_split_master and is_bf16 and is_on_drive
+
+    @property
+    def stored_master_itemsize(self) -> int:
+        """Bytes of a master weight on the drive, without those of a parameter."""
+        return self.master_itemsize - self.param_itemsize * self.splits_master
 
     @property
     def state_itemsize(self) -> int:
@@ -218,6 +236,7 @@ class PlanRequest:
             reuse_numel=zero.stage3_max_reuse_distance,
             master_dtype=master_dtype(settings),
             state_dtype=state_dtype(block, settings),
+            wants_split_master=steps.split_master and _steps_in_one_pass(block, settings),
             tile_bytes=steps.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             gradient_room_bytes=block.streaming.gradients.device_bytes,

@@ -67,9 +67,10 @@ class DriveTime:
         saved = _Moved(0, activation_bytes)
         first = _Moved(plan.drive[PARAMETERS], 0).beside(saved)
         back = _Moved(plan.backward_parameters_bytes, 0)
-        further_bytes = plan.read_bytes[PARAMETERS] - first.read - steps * back.read
+        passes_parameters = plan.read_bytes[PARAMETERS] - plan.halves_read_bytes
+        further_bytes = passes_parameters - first.read - steps * back.read
         further = _Moved(further_bytes / max(1, steps - 1), 0).beside(saved)
-        sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
+        sums_read = plan.passes_read_bytes - passes_parameters
         # The last micro-step has more traffic of sums than the others. Spread evenly, the result
         # stays a lower bound.
         sums = _Moved(sums_read / steps, plan.passes_written_bytes / steps)
@@ -121,7 +122,7 @@ def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
     """Return the optimizer's traffic during backward, and after it."""
     read, written, request = plan.read_bytes, plan.written_bytes, plan.request
     second_read, second_written = (moved.get(SECOND_VALUES, 0) for moved in (read, written))
-    states = read[MASTER] + read[STATE]
+    states = read[MASTER] + read[STATE] + plan.halves_read_bytes
     every = _Moved(
         states + gradients_bytes + second_read,
         written[MASTER] + written[STATE] + written[PARAMETERS] + second_written,
@@ -133,8 +134,11 @@ def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
         return _Moved(ahead, 0), _Moved(every.read - ahead, every.written)
     # One in LEFT_ONE_OF of the early tiles is left to forward.
     numel = plan.early_numel * (1 - 1 / LEFT_ONE_OF if request.overlaps else 1)
-    values_bytes = numel * (request.master_itemsize + request.states_bytes)
+    values_bytes = numel * (request.stored_master_itemsize + request.states_bytes)
     learning_bytes = plan.drive[MASTER] + plan.resident.get(MASTER, 0)
-    part = numel * request.master_itemsize / max(1, learning_bytes)
-    during = _Moved(values_bytes, values_bytes + part * (written[PARAMETERS] + second_written))
+    part = numel * request.stored_master_itemsize / max(1, learning_bytes)
+    during = _Moved(
+        values_bytes + part * plan.halves_read_bytes,
+        values_bytes + part * (written[PARAMETERS] + second_written),
+    )
     return during, _Moved(every.read - during.read, every.written - during.written)

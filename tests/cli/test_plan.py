@@ -202,7 +202,7 @@ def test_states_in_bf16_are_planned_and_need_adam(
     block = {"memascend": {"streaming": {"optimizer": {"state_dtype": "bf16"}}}}
     found = as_json(capsys, "Llama-3.1-8B", "--config", written(tmp_path, block))
     drive = found["memascend"]["drive"]
-    assert drive["optimizer state"] == drive["master weights"] == 4 * found["parameters"]
+    assert drive["optimizer state"] == 2 * drive["master weights"] == 4 * found["parameters"]
     assert found["memascend"]["request"]["state_dtype"] == "bf16"
     config = written(tmp_path, block | {"optimizer": {"type": "Lion"}})
     assert main(["plan", "Llama-3.1-8B", "--config", config]) == 1

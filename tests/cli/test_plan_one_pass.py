@@ -36,7 +36,7 @@ def moved(step: dict[str, Any]) -> int:
     return int(step["read_bytes"] + step["written_bytes"])
 
 
-def test_an_8b_at_16_sequences_moves_at_most_280_gb_in_one_pass(
+def test_an_8b_at_16_sequences_moves_at_most_240_gb_in_one_pass(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = as_json(capsys, *BATCH, "--micro-batches", "1")["one_pass"]["one_pass"]
@@ -44,11 +44,11 @@ def test_an_8b_at_16_sequences_moves_at_most_280_gb_in_one_pass(
         found = as_json(capsys, *BATCH, "--micro-batches", str(count))["one_pass"]
         one_pass, accumulation = found["one_pass"], found["accumulation"]
         assert (found["slices"], found["is_chosen"]) == (count, False)
-        assert moved(one_pass) < 280 * GB
+        assert moved(one_pass) < 240 * GB
         assert moved(one_pass) == pytest.approx(moved(whole), rel=0.01)
         assert accumulation["micro_steps"] == count
         assert one_pass["tokens_per_second"] > accumulation["tokens_per_second"]
-    assert moved(accumulation) == pytest.approx(1030 * GB, rel=0.01)
+    assert moved(accumulation) == pytest.approx(1008 * GB, rel=0.005)
 
 
 def test_the_fewest_slices_that_fit_are_chosen_and_told(

@@ -62,10 +62,11 @@ def request(**changes: Any) -> PlanRequest:
         # A grain has 16384 elements of a master weight, and 32768 of a state in bf16.
         (32768, {"parameters_device": "cpu", "state_dtype": "bf16"}, 0),
         (1, {"parameters_device": "cpu", "state_dtype": "bf16"}, 4 * GRAIN_BYTES - 2 - 4 - 2 * 2),
-        # All of them.
-        (1, {}, 5 * GRAIN_BYTES - 16),
+        # All of them: parameter, gradient, the other half of its master weight, two states.
+        (1, {}, 5 * GRAIN_BYTES - (2 + 2 + 2 + 8)),
+        (1, {"wants_split_master": False}, 5 * GRAIN_BYTES - (2 + 2 + 4 + 8)),
         # And once more what a step changes: all but the gradient.
-        (1, {"during_backward": True}, 9 * GRAIN_BYTES - 30),
+        (1, {"during_backward": True}, 9 * GRAIN_BYTES - 2 - 2 * (2 + 2 + 8)),
     ],
 )
 def test_every_key_on_the_drive_ends_with_a_whole_grain(
@@ -109,11 +110,18 @@ def test_checksums_of_all_grains_take_whole_slabs() -> None:
     assert checksum_bytes(model(grain * grains_of_a_slab, 1), request(**only)) == 2 * SLAB_BYTES
 
 
-def test_gradients_that_a_program_sets_are_counted() -> None:
-    """Five keys of a tensor are on the drive, and room for a sixth is at hand."""
-    tensors = (PAGES_OF_A_SLAB - PAGES_BESIDE) * PAGE_SPAN_BYTES // GRAIN_BYTES // 6
-    assert checksum_bytes(model(*[1] * tensors), request()) == SLAB_BYTES
-    assert checksum_bytes(model(*[1] * (tensors + 1)), request()) == 2 * SLAB_BYTES
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"wants_split_master": False}, 5 + 1),  # the gradient that a program sets
+        ({}, 5 + 2),  # and the half of a master weight whose parameter a program changes
+    ],
+)
+def test_keys_that_come_and_go_are_counted(changes: dict[str, Any], keys: int) -> None:
+    """Five keys of a tensor are on the drive; there is room for more."""
+    tensors = (PAGES_OF_A_SLAB - PAGES_BESIDE) * PAGE_SPAN_BYTES // GRAIN_BYTES // keys
+    assert checksum_bytes(model(*[1] * tensors), request(**changes)) == SLAB_BYTES
+    assert checksum_bytes(model(*[1] * (tensors + 1)), request(**changes)) == 2 * SLAB_BYTES
 
 
 def test_without_verification_nothing_is_taken() -> None:

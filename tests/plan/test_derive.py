@@ -10,7 +10,7 @@ import pytest
 
 from memascend.base.units import GIB, MIB, PAGE_BYTES, page_up
 from memascend.errors import ConfigError
-from memascend.plan.derive import SECOND_VALUES, PlanRequest, default_limit, derive
+from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import SPARE_COUNT
 from memascend.plan.shapes import ModelShapes, TensorShape, builtin
 from tests.support.plan_models import decoder
@@ -114,13 +114,18 @@ def test_what_is_on_the_cpu_is_named_as_not_ours() -> None:
 # -- drive and traffic -----------------------------------------------------------------------------
 
 
+def passes_read(plan: Plan) -> int:
+    """Return the bytes of parameters that forward and backward read; the step reads the others."""
+    return plan.read_bytes["parameters"] - plan.halves_read_bytes
+
+
 def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> None:
     numel = decoder().numel
     plan = derive(decoder(), request=PlanRequest())
     expected = {
         "parameters": 2 * numel,
         "gradients": 2 * numel,
-        "master weights": 4 * numel,
+        "master weights": 2 * numel,  # the other half of each is the parameter
         "optimizer state": 8 * numel,
     }
     assert plan.drive == expected
@@ -139,8 +144,9 @@ def test_states_in_bf16_lie_and_move_in_half_of_the_bytes() -> None:
     assert wide.drive_bytes - narrow.drive_bytes == 4 * numel
     assert narrow.drive["optimizer state"] == 4 * numel
     moved = [sum(p.read_bytes.values()) + sum(p.written_bytes.values()) for p in (wide, narrow)]
-    # Of the optimizer alone 28: master weights and states twice, gradient, parameter.
-    assert [nbytes / numel for nbytes in moved] == [34, 26]
+    # Of the passes 6: parameters twice, gradient. The optimizer reads 14 and writes 12: both halves
+    # of a weight and states in each direction, and the gradient.
+    assert [nbytes / numel for nbytes in moved] == [6 + 14 + 12, 6 + 10 + 8]
     assert wide.host["optimizer tiles"] - narrow.host["optimizer tiles"] == (
         3 * 4 * wide.tile_numel
     )
@@ -151,7 +157,8 @@ def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() ->
     usual = PlanRequest()
     early = PlanRequest(during_backward=True, overlaps=False)
     plan, other = derive(shapes, request=early), derive(shapes, request=usual)
-    assert plan.drive[SECOND_VALUES] == shapes.numel * 14
+    # All but the gradient: the parameter, the rest of its master weight, two states.
+    assert plan.drive[SECOND_VALUES] == shapes.numel * (2 + 2 + 8)
     assert plan.drive_bytes - other.drive_bytes == plan.drive[SECOND_VALUES]
     assert (plan.read_bytes[SECOND_VALUES], plan.written_bytes[SECOND_VALUES]) == (0, 0)
     # Gradients of some tiles wait in memory, and go nowhere else.
@@ -191,12 +198,12 @@ def test_gradients_of_sub_groups_that_are_in_memory_in_part_reach_the_drive() ->
     parameters_bytes = 8 * square * 2
     host_bytes = derive(shapes, request=early).host_bytes
     # Master weights of one sub-group, and one page of the next.
-    limit_bytes = host_bytes + parameters_bytes + 2 * square * 4 + PAGE_BYTES
+    limit_bytes = host_bytes + parameters_bytes + 2 * square * 2 + PAGE_BYTES
     plan = derive(shapes, request=early, limit_bytes=limit_bytes)
     assert plan.resident["parameters"] == parameters_bytes
-    assert plan.resident["master weights"] == 2 * square * 4 + PAGE_BYTES
+    assert plan.resident["master weights"] == 2 * square * 2 + PAGE_BYTES
     assert plan.early_numel == 4 * square
-    assert plan.drive[SECOND_VALUES] == 4 * square * 14
+    assert plan.drive[SECOND_VALUES] == 4 * square * (2 + 2 + 8)
     for moved in (plan.read_bytes, plan.written_bytes):
         assert moved["gradients"] == 4 * square * 2
         assert moved[SECOND_VALUES] == parameters_bytes // 2
@@ -220,9 +227,10 @@ def test_a_step_reads_and_writes_what_each_stream_needs() -> None:
     numel = decoder().numel
     request = PlanRequest(gradient_accumulation_steps=3, reuse_numel=0, prefetch_bytes=0)
     plan = derive(decoder(), request=request)
-    states = {"master weights": 4 * numel, "optimizer state": 8 * numel}
+    states = {"master weights": 2 * numel, "optimizer state": 8 * numel}
     gradients = {"gradients": 3 * 2 * numel}
-    assert plan.read_bytes == {"parameters": 3 * 2 * 2 * numel} | gradients | states
+    # The step reads parameters once more, as the high halves of master weights.
+    assert plan.read_bytes == {"parameters": (3 * 2 + 1) * 2 * numel} | gradients | states
     assert plan.written_bytes == {"parameters": 2 * numel} | gradients | states
     assert plan.passes_read_bytes == (3 * 2 * 2 + 2 * 2) * numel
     assert plan.passes_written_bytes == 3 * 2 * numel
@@ -244,7 +252,7 @@ def test_backward_reads_what_the_device_does_not_keep_of_forward(
     numel = decoder().numel
     request = PlanRequest(reuse_numel=distance * numel, prefetch_bytes=0)
     plan = derive(decoder(), request=request)
-    assert plan.read_bytes["parameters"] == pytest.approx(quarters / 4 * 2 * numel, rel=1e-6)
+    assert passes_read(plan) == pytest.approx(quarters / 4 * 2 * numel, rel=1e-6)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -259,15 +267,14 @@ def test_what_slots_hold_where_a_pass_turns_is_not_read_again(steps: int) -> Non
     assert plan.prefetch_bytes >= layer
     assert held < 200 * layer
     # Behind the last micro-step they are new.
-    assert plan.read_bytes["parameters"] == steps * 2 * 200 * layer - (2 * steps - 1) * held
+    assert passes_read(plan) == steps * 2 * 200 * layer - (2 * steps - 1) * held
     reuse = dataclasses.replace(request, reuse_numel=2 * shapes.numel)  # all of forward
-    assert derive(shapes, request=reuse).read_bytes["parameters"] == (
-        steps * 200 * layer - (steps - 1) * held
-    )
+    plan = derive(shapes, request=reuse)
+    assert passes_read(plan) == steps * 200 * layer - (steps - 1) * held
     roomy = derive(shapes, request=dataclasses.replace(request, prefetch_bytes=1 << 30))
-    assert roomy.read_bytes["parameters"] == 200 * layer
+    assert passes_read(roomy) == 200 * layer
     tight = derive(shapes, request=dataclasses.replace(request, prefetch_bytes=0))
-    assert tight.read_bytes["parameters"] == steps * 2 * 200 * layer
+    assert passes_read(tight) == steps * 2 * 200 * layer
 
 
 def test_frozen_tensors_are_only_read() -> None:
@@ -275,8 +282,9 @@ def test_frozen_tensors_are_only_read() -> None:
     learning = sum(tensor.numel for tensor in shapes.trainable)
     plan = derive(shapes, request=PlanRequest(reuse_numel=0, prefetch_bytes=0))
     assert plan.drive["parameters"] == 2 * shapes.numel
-    assert plan.read_bytes["parameters"] == 2 * 2 * shapes.numel
-    assert plan.written_bytes["parameters"] == 2 * learning
+    assert passes_read(plan) == 2 * 2 * shapes.numel
+    assert plan.halves_read_bytes == plan.written_bytes["parameters"] == 2 * learning
+    assert plan.drive["master weights"] == 2 * learning
     assert plan.drive["optimizer state"] == 8 * learning
     assert plan.written_bytes["gradients"] == 2 * learning
 
@@ -297,11 +305,85 @@ def test_frozen_tensors_of_another_dtype_have_their_own_bytes(itemsize: int) -> 
     nbytes = (others * 2 + (shapes.numel - others) * itemsize) // 2
     plan = derive(mixed, request=request)
     assert plan.drive["parameters"] == nbytes
-    assert plan.read_bytes["parameters"] == 2 * nbytes
-    assert plan.written_bytes["parameters"] == others * 2 // 2
+    assert passes_read(plan) == 2 * nbytes
+    assert plan.halves_read_bytes == plan.written_bytes["parameters"] == others * 2 // 2
     assert plan.slot_bytes_max == 512 * 512 * itemsize // 2
     on_cpu = derive(mixed, request=dataclasses.replace(request, parameters_device="cpu"))
     assert on_cpu.not_ours == {"DeepSpeed: parameters on the CPU": nbytes}
+
+
+# -- master weights in halves ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "read", "written", "on_drive"),
+    [
+        # Two passes; then gradient, both halves (or the whole weight), two states.
+        ({}, 2 * 2 + 2 + (2 + 2) + 8, 2 + 2 + 2 + 8, 2 + 2 + 2 + 8),
+        ({"wants_split_master": False}, 2 * 2 + 2 + 4 + 8, 2 + 2 + 4 + 8, 2 + 2 + 4 + 8),
+        ({"state_dtype": "bf16"}, 2 * 2 + 2 + (2 + 2) + 4, 2 + 2 + 2 + 4, 2 + 2 + 2 + 4),
+        # No gradient gets to the drive; all that a step writes has a second place there.
+        ({"during_backward": True}, 2 * 2 + (2 + 2) + 8, 2 + 2 + 8, (2 + 2 + 2 + 8) + (2 + 2 + 8)),
+        (
+            {"during_backward": True, "wants_split_master": False},
+            2 * 2 + 4 + 8,
+            2 + 4 + 8,
+            (2 + 2 + 4 + 8) + (2 + 4 + 8),
+        ),
+        # With fp16 and fp32 parameters weights are whole; gradients follow the parameters.
+        ({"precision": "fp16"}, 2 * 2 + 2 + 4 + 8, 2 + 2 + 4 + 8, 2 + 2 + 4 + 8),
+        ({"precision": "fp32"}, 2 * 4 + 4 + 4 + 8, 4 + 4 + 4 + 8, 4 + 4 + 4 + 8),
+        ({"master_dtype": "bf16"}, 2 * 2 + 2 + 2 + 8, 2 + 2 + 2 + 8, 2 + 2 + 2 + 8),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_master_weight_is_written_without_the_half_that_is_its_parameter(
+    changes: dict[str, Any], read: int, written: int, on_drive: int, world: int
+) -> None:
+    settings = {"reuse_numel": 0, "prefetch_bytes": 0, "overlaps": False} | changes
+    plan = derive(decoder(), request=PlanRequest(world=world, **settings))
+    numel = decoder().numel // world
+    for moved, element_bytes in (
+        (plan.read_bytes, read),
+        (plan.written_bytes, written),
+        (plan.drive, on_drive),
+    ):
+        assert sum(moved.values()) == element_bytes * numel
+    assert plan.halves_read_bytes == 2 * numel * plan.request.splits_master
+
+
+def test_a_quarter_of_the_gradients_is_left_to_the_drive_in_an_early_step() -> None:
+    settings = {"reuse_numel": 0, "prefetch_bytes": 0, "during_backward": True}
+    plan = derive(decoder(), request=PlanRequest(**settings))
+    numel = decoder().numel
+    assert sum(plan.read_bytes.values()) == (4 + 4 + 8) * numel + 2 * numel // 4
+    assert sum(plan.written_bytes.values()) == (2 + 2 + 8) * numel + 2 * numel // 4
+
+
+def test_the_halves_of_parameters_in_memory_are_not_read_from_the_drive() -> None:
+    request, numel = PlanRequest(), decoder().numel
+    host_bytes = derive(decoder(), request=request).host_bytes
+    kept_bytes = 3 * MIB
+    plan = derive(decoder(), request=request, limit_bytes=host_bytes + kept_bytes)
+    assert plan.resident["parameters"] == kept_bytes
+    assert plan.halves_read_bytes == plan.drive["parameters"] == 2 * numel - kept_bytes
+    assert plan.drive["master weights"] == 2 * numel
+    limit_bytes = host_bytes + page_up(2 * numel)
+    plan = derive(decoder(), request=request, limit_bytes=limit_bytes)
+    assert plan.read_bytes["parameters"] == plan.halves_read_bytes == 0
+    assert plan.read_bytes["master weights"] == 2 * numel
+
+
+@pytest.mark.parametrize(
+    "changes", [{"parameters_device": "cpu"}, {"optimizer_device": "cpu"}, {"max_in_cpu": 1}]
+)
+def test_without_parameters_on_the_drive_beside_them_master_weights_are_whole(
+    changes: dict[str, Any],
+) -> None:
+    plan = derive(decoder(), request=PlanRequest(**changes))
+    assert plan.halves_read_bytes == 0
+    is_on_drive = plan.request.optimizer_device == "nvme"
+    assert plan.drive["master weights"] == 4 * decoder().numel * is_on_drive
 
 
 # -- as a value ------------------------------------------------------------------------------------

@@ -202,12 +202,17 @@ def test_the_cache_takes_parameters_first_and_gradients_when_accumulating() -> N
         "master weights": 0,
         "optimizer state": 0,
     }
-    accumulating = PlanRequest(gradient_accumulation_steps=2)
-    plan = derive(shapes, request=accumulating, limit_bytes=limit)
+    # A byte of parameters is read in each micro-step and by the step, which writes it; one of
+    # gradients is written and read in each micro-step, but once for what a sum displaces.
+    for steps, first in ((2, "parameters"), (4, "gradients")):
+        assert (steps + 2 > 2 * steps - 1) == (first == "parameters")
+        accumulating = PlanRequest(gradient_accumulation_steps=steps)
+        plan = derive(shapes, request=accumulating, limit_bytes=limit)
+        assert {name for name, nbytes in plan.resident.items() if nbytes} == {first}
     assert plan.resident["gradients"] == 3 * MIB
     # Two places for each; what a sum in memory displaces is on the drive.
     assert plan.drive["gradients"] == 2 * 2 * shapes.numel - 3 * MIB
-    assert plan.written_bytes["gradients"] == 2 * (2 * shapes.numel - 3 * MIB) + 3 * MIB
+    assert plan.written_bytes["gradients"] == 4 * (2 * shapes.numel - 3 * MIB) + 3 * MIB
     # In fp32 most gradients wait as they arrive: what memory saves is less than with parameters.
     accumulating = PlanRequest(gradient_accumulation_steps=2, accumulation_dtype="fp32")
     limit = derive(shapes, request=accumulating).host_bytes + 3 * MIB

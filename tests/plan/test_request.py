@@ -119,6 +119,45 @@ def test_a_step_goes_on_behind_its_caller_where_it_is_made_in_one_pass(
 
 
 @pytest.mark.parametrize(
+    ("block", "keys", "expected"),
+    [
+        ({}, {}, True),
+        ({"optimizer": {"state_dtype": "bf16"}}, {}, True),
+        ({"optimizer": {"overlap": False}}, {"gradient_clipping": 1.0}, True),
+        ({"optimizer": {"split_master": False}}, {}, False),
+        ({"optimizer": {"fused": False}}, {}, False),
+        ({"optimizer": {"enabled": False}}, {}, False),
+        ({"gradients": {"enabled": False}}, {}, False),
+        ({}, {"fp16": {"enabled": True}}, False),
+        ({}, {"bf16": {"enabled": False}}, False),
+        ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, False),
+        ({}, {"optimizer": {"type": "Lion"}}, False),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, False),
+        ({}, {"torch_autocast": {"enabled": True}}, False),
+    ],
+)
+def test_master_weights_are_in_halves_where_one_pass_steps_those_of_bf16(
+    block: dict[str, Any], keys: dict[str, Any], expected: bool
+) -> None:
+    keys = {"bf16": {"enabled": "fp16" not in keys}} | keys
+    ds_config = nvme(memascend={"streaming": block}, **keys)
+    assert not PlanRequest.from_deepspeed(ds_config).splits_master  # the optimizer is on no drive
+    ds_config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    request = PlanRequest.from_deepspeed(ds_config)
+    assert request.splits_master == expected
+    if expected:
+        assert request.stored_master_itemsize == request.master_itemsize - 2
+    else:
+        assert request.stored_master_itemsize == request.master_itemsize
+    # Parameters in host memory may change unseen; under a limit none are there.
+    ds_config["zero_optimization"]["offload_param"]["max_in_cpu"] = 10**6
+    assert not PlanRequest.from_deepspeed(ds_config).splits_master
+    if all(section.get("enabled", True) for section in block.values()):
+        ds_config["memascend"]["host_memory_limit"] = "4GiB"
+        assert PlanRequest.from_deepspeed(ds_config).splits_master == expected
+
+
+@pytest.mark.parametrize(
     ("keys", "reason"),
     [
         (UNCLIPPED, ""),
