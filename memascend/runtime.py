@@ -27,6 +27,7 @@ from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
 from memascend.kernels.overflow import KernelHelpers, scan, sum_of_squares
+from memascend.ledger.guesses import Guesses
 from memascend.ledger.ledger import DeviceRow, Ledger, LedgerRow
 from memascend.ledger.wear import Wear
 from memascend.memory.allocator import HostAllocator
@@ -100,6 +101,7 @@ class Runtime:
         self._device = device = device or Device()
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
+        self.guesses: Guesses | None = None  # counted by the optimizer
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
         self._guard = Guard(self.lock)
         self.on_device = GradientsOnDevice(replace(device, new_event=self.new_event), self._guard)
@@ -340,6 +342,7 @@ class Runtime:
             volumes=self.drive.volumes(),
             activations=None if self._activations is None else replace(self._activations.traffic),
             gradients_on_device=self._gradients_on_device(),
+            guesses=None if self.guesses is None else replace(self.guesses),
         )
 
     def _gradients_on_device(self) -> DeviceRow | None:

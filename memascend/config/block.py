@@ -90,8 +90,9 @@ class OptimizerStreamConfig(Section):
     )
     during_backward: bool = Field(
         False,
-        description="without clipping the step begins during backward and uses gradients up; takes "
-        "drive space for a second copy of all values that the step changes",
+        description="the step begins during backward; takes drive space for a second copy of all "
+        "values that it changes. Without clipping it uses gradients up; with clipping it is a "
+        "guess, and a norm above the limit makes it void",
     )
     tile_bytes: Nbytes | None = Field(
         None,

@@ -15,6 +15,7 @@ from typing import Any
 
 from memascend.base.units import format_nbytes
 from memascend.ledger.drives import DriveWear
+from memascend.ledger.guesses import Guesses
 from memascend.ledger.traffic import ActivationTraffic, VolumeTraffic
 from memascend.ledger.wear import Wear
 from memascend.plan.derive import Plan
@@ -66,6 +67,7 @@ class Ledger:
     activations: ActivationTraffic | None = None  # saved ones; None if they stay on the device
     #: Gradients that wait on the device; None if its copies block.
     gradients_on_device: DeviceRow | None = None
+    guesses: Guesses | None = None  # steps begun during backward; None where none is a guess
     machine: str = ""  # name of the rank's machine
 
     @property
@@ -156,6 +158,8 @@ class Ledger:
             table.append(f"  {self.gradients_on_device.describe()}")
         if self.activations is not None:
             table.append(f"  {self.activations.describe()}")
+        if self.guesses is not None:
+            table.append(f"  {self.guesses.describe()}")
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
         survived = describe_faults(self.drive)

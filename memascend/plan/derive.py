@@ -270,13 +270,14 @@ def _traffic(
         # stepped early: at most all of them.
         kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
         read[SECOND_VALUES] = written[SECOND_VALUES] = int(early * kept_bytes)
-        # Sums of gradients go to their tiles instead of the drive, except tiles that are left to
-        # the next forward pass, and sub-groups that are not stepped early.
+        # Sums of gradients go to their tiles instead of the drive, or beside it, except tiles that
+        # are left to the next forward pass, and sub-groups that are not stepped early.
         bypassing_numel = min(stored_numel, early_numel)
         left_numel = bypassing_numel // LEFT_ONE_OF if request.overlaps else 0
         sums_bytes = window.sum_itemsize * (bypassing_numel - left_numel)
         read[GRADIENTS] -= sums_bytes
-        written[GRADIENTS] -= sums_bytes
+        if not request.guesses:
+            written[GRADIENTS] -= sums_bytes
     if request.verify != "off":
         on_drive[ROUNDING] = rounding_bytes(shapes, request)
     return {

@@ -81,6 +81,9 @@ class PlanRequest:
     volume_count: int = 1  # drives that the tensors are striped over
     drive_count: int = 1  # drives for each rank of a machine, all of whose ranks use its drives
     during_backward: bool = False  # whether the step begins during backward, writing second values
+    #: Whether that is a guess, for which gradients go to the drive, too. Traffic and time are those
+    #: of right guesses.
+    guesses: bool = False
     overlaps: bool = True  # whether the step overlaps the next forward pass, in part or as a whole
     has_activations: bool = False  # whether saved activations go to the drive
 
@@ -244,6 +247,8 @@ class PlanRequest:
             volume_count=volume_count,
             drive_count=-(-volume_count // local_world),
             during_backward=steps.during_backward and not why_not_during_backward(block, settings),
+            guesses=bool(settings.gradient_clipping)
+            or "gradient_clipping" in settings.left_to_trainer,
             overlaps=steps.overlap and _steps_in_one_pass(block, settings),
             has_activations=block.activations.enabled,
         )
@@ -305,13 +310,6 @@ def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings)
     """Return why `during_backward` is set but has no effect, as far as the JSON shows it."""
     if not block.streaming.optimizer.during_backward:
         return ""
-    if "gradient_clipping" in settings.left_to_trainer:
-        return 'gradient_clipping is "auto", so a Trainer clips unless its max_grad_norm is 0'
-    if settings.gradient_clipping:
-        return (
-            f"gradient_clipping is {settings.gradient_clipping}, and no gradient can be clipped "
-            "before the last one has arrived. Set it to 0"
-        )
     if not _steps_in_one_pass(block, settings):
         return (
             "it needs parameters and optimizer on the drive, all streams on, and DeepSpeedCPUAdam "

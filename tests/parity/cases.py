@@ -100,7 +100,8 @@ class Case:
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
-    during_backward: bool = False  # the step begins then
+    during_backward: bool = False  # the step begins then; with clipping that is a guess
+    split_master: bool = True
     tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
     volumes: tuple[str, ...] = ()  # weights of as many directories; () leaves the key out
@@ -220,6 +221,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
             block["micro_batches"]["reduction"] = "slice"
     if case.during_backward:
         block["streaming"]["optimizer"]["during_backward"] = True
+    if not case.split_master:
+        block["streaming"]["optimizer"]["split_master"] = False
     if case.walk == "off":
         block["streaming"]["optimizer"]["overlap"] = False
     return block

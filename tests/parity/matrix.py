@@ -241,6 +241,15 @@ def early_cases() -> list[Case]:
         replace(early, accumulation=8, scheduler=True, checkpointing="reentrant"),
         # Gradients are looked at in the second step; later they may be used up.
         replace(early, accessors="change", steps=3),
+        # Guesses, of which some are wrong: norms are 20 to 26, and 9.8 to 10.1.
+        replace(early, clipping=25.97, steps=14),
+        replace(early, clipping=10.04, steps=14, world=2, family="gpt2", accessors="change"),
+        replace(fp16, clipping=8.9, steps=16, family="odd", scheduler=True),
+        replace(early, clipping=30.0, steps=12, resume_at=6),
+        replace(early, clipping=30.0, steps=8, modify_weights=True, gather_all=True),
+        replace(early, clipping=30.0, steps=6, boundary="stepped", accumulation=2),
+        replace(early, clipping=30.0, steps=7, accessors="read", walk="off", world=2),
+        replace(early, clipping=30.0, steps=8, limit_bytes=LIMIT_SMALL_BYTES, split_master=False),
         replace(early, accessors="read", boundary="stepped", accumulation=3),
         replace(early, resume_at=3, steps=6, saver="whole"),
         # Nothing goes on behind its caller: no tile is left to the next forward pass.
@@ -300,6 +309,7 @@ def step_cases() -> list[Case]:
         replace(scaled, save_at=6),
         replace(scaled, resume_at=5, steps=12),
         replace(plain, modify_weights=True, gather_all=True),
+        replace(plain, modify_weights=True, split_master=False),
         replace(plain, accessors="change", steps=5),
         replace(plain, limit_bytes=LIMIT_SMALL_BYTES, accumulation=4),
         replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, modify_weights=True),

@@ -191,6 +191,20 @@ def squares(count: int, width: int = 512) -> ModelShapes:
     return ModelShapes("squares", tuple(TensorShape(name, (width, width)) for name in names))
 
 
+def test_gradients_of_a_guess_go_to_the_drive_and_are_not_read_again() -> None:
+    shapes = decoder(layers=4)
+    usual = PlanRequest()
+    sure = dataclasses.replace(usual, during_backward=True, overlaps=False)
+    guess = dataclasses.replace(sure, guesses=True)
+    plan, other = derive(shapes, request=guess), derive(shapes, request=usual)
+    assert plan.written_bytes == other.written_bytes | {SECOND_VALUES: 0}
+    assert plan.read_bytes["gradients"] == 0
+    certain = derive(shapes, request=sure)
+    assert plan.drive == certain.drive
+    assert plan.host == certain.host
+    assert plan.read_bytes == certain.read_bytes
+
+
 def test_gradients_of_sub_groups_that_are_in_memory_in_part_reach_the_drive() -> None:
     """No tile of them is stepped during backward; the others' gradients never get there."""
     shapes, square = squares(8), 512 * 512

@@ -83,13 +83,13 @@ def give(optimizer: Any, name: str, value: torch.Tensor, member: Any) -> None:
     optimizer.steps.note_final(name, member.offset)
 
 
-def step(optimizer: Any, *, is_left_out: bool = False) -> None:
-    """As DeepSpeed steps, or as where a norm is not finite."""
+def step(optimizer: Any, *, is_left_out: bool = False, norm: float = 0.0) -> None:
+    """As DeepSpeed steps, or as where a norm is not finite; `norm` is multiplied by the scale."""
 
     def original() -> None:
         if not is_left_out:
             optimizer.stage3.loss_scaler.update_scale(False)
-            optimizer.step_all()
+            optimizer.step_all(norm)
 
     optimizer.steps.step(original)
 

@@ -5,10 +5,16 @@ its gradients are complete. DeepSpeed may still skip the step, if the norm is no
 steps write their results beside the old values. `step()` compares the hyperparameters and the loss
 scale with those that the early steps used, and takes or discards the results.
 
-An early step consumes its gradients, so a step with changed hyperparameters is an error. The first
-two steps are only watched. If the script changes or reads anything between backward and step in
-them, early steps are turned off for the run. If a parameter got no gradient in some step, its tiles
-are not early any more: its next step may use the gradient of the step before again.
+With clipping the factor is the same in every step whose norm is within the limit, so it is guessed
+(guess.py), and gradients go to the drive, too: after a wrong guess, or any other change, all tiles
+are stepped from the old values.
+
+Without clipping an early step consumes its gradients, so a step with changed hyperparameters is an
+error. The first two steps are only watched. If the script changes or reads anything between
+backward and step in them, early steps are turned off for the run.
+
+If a parameter got no gradient in some step, its tiles are not early any more: its next step may use
+the gradient of the step before again.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from deepspeed import comm as dist
 
 from memascend.base.sizes import LEFT_ONE_OF
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
+from memascend.deepspeed.optimizer.guess import ClipGuess
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
@@ -35,11 +42,13 @@ from memascend.streaming.optimizer.during_backward import (
 )
 from memascend.streaming.optimizer.step import Basis, Begins, Step
 from memascend.streaming.optimizer.stream import OptimizerStream
-from memascend.streaming.optimizer.sub_group_step import EarlyStep, early_key
+from memascend.streaming.optimizer.sub_group_step import EarlyStep, as_number, early_key
 from memascend.streaming.optimizer.sub_groups import SubGroups, make_anew
 
 log = logging.getLogger(__name__)
 
+#: Reason to discard a guess.
+CLIPPED = "the norm is above gradient_clipping"
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 #: Steps before the first early one: enough to see an event of every step or of every other step.
 WATCHED_COUNT = 2
@@ -118,6 +127,11 @@ class DuringBackward:
         """
         self._upstream, self._runtime, self._fused = upstream, runtime, fused
         self._overlaps, self._turn_off = overlaps, turn_off
+        # With clipping early steps are guesses, and other tiles are read ahead as without them.
+        self._guess = ClipGuess() if upstream.norm_max > 0 else None
+        runtime.guesses = None if self._guess is None else self._guess.counts
+        self._after_backward = AfterBackward(runtime.optimizer)
+        self._has_parts = False  # whether tiles of the coming step may be stepped early
         self._tiles = TilesDuringBackward(
             stream=runtime.optimizer, background=runtime.background, new_event=runtime.new_event
         )
@@ -145,16 +159,26 @@ class DuringBackward:
             return None
         if not step.basis:
             step.basis = self._basis(self._upstream.coming_loss_scale())
-            parts = [] if self._is_watched or step.is_torn else self._early_parts()
+            parts = self._early_parts() if self._may_begin(step) else []
             if parts and not self._has_room(parts):
                 return None
-            self._tiles.expect(parts)
+            self._has_parts = bool(parts)
+            if parts:
+                self._after_backward.drop(step, "")
+            self._tiles.expect(parts, keeps_gradients=self._guess is not None)
         return self._tiles.bypass_of(name, offset)
 
     def note_final(self, step: Step, name: str, offset: int) -> None:
         """Note that a gradient is final; step tiles that are complete."""
         step.arrived.add((name, offset))
         self._tiles.note_copied()
+        if not self._has_parts:
+            self._after_backward.note_final(step, name, offset)
+
+    def _may_begin(self, step: Step) -> bool:
+        """Return whether tiles of a step may be stepped early, as far as earlier steps tell."""
+        may_begin = not self._is_watched if self._guess is None else self._guess.wants()
+        return may_begin and not step.is_torn
 
     def note_look(self) -> None:
         """Note that the script reads a gradient: an early step would have consumed it."""
@@ -162,6 +186,7 @@ class DuringBackward:
 
     def drop(self, step: Step, reason: str) -> None:
         """Discard early steps: one of their inputs is about to change."""
+        self._after_backward.drop(step, reason)
         if not step.basis:
             return  # no gradient of the step has arrived
         self._tiles.drop()
@@ -176,6 +201,9 @@ class DuringBackward:
             return {}, ""
         changed = _difference(step.basis, self._basis(self._upstream.loss_scale))
         reason = step.doubt or (changed and f"{changed} between backward and step()")
+        is_within = as_number(step.factor) == 1.0 / self._upstream.loss_scale
+        if self._has_parts and not is_within:
+            reason = reason or CLIPPED
         if reason:
             self._tiles.close()
         else:
@@ -186,6 +214,9 @@ class DuringBackward:
         elif changed and self._stop_if_watched(reason):
             return {}, reason
         self._note_missing(step)
+        if self._guess is not None:
+            guessed, right = self._has_parts, not reason
+            self._guess.note(is_within=is_within, was_guessed=guessed, was_right=right)
         return ({}, reason) if reason else (begins, "")
 
     def _note_missing(self, step: Step) -> None:
@@ -196,8 +227,9 @@ class DuringBackward:
 
     def explain(self, reason: str) -> None:
         """Tell why no tile was stepped early this time, if there is a reason."""
-        if reason:
-            log.warning("memascend: no tile is stepped during backward this time: %s", reason)
+        if reason and (self._has_parts or self._guess is None):
+            level = logging.WARNING if self._guess is None else logging.DEBUG
+            log.log(level, "memascend: no tile is stepped during backward this time: %s", reason)
 
     def close(self) -> None:
         """Stop stepping, and return when nothing is in flight."""
@@ -211,8 +243,11 @@ class DuringBackward:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether this is one of the first steps, in which the script is only watched."""
-        return self._watched_count < WATCHED_COUNT
+        """Whether this is one of the first steps, in which the script is only watched.
+
+        Guesses need none: no gradient is used up.
+        """
+        return self._guess is None and self._watched_count < WATCHED_COUNT
 
     def _stop_if_watched(self, reason: str) -> bool:
         """Turn early steps off for this run if it is still being watched; return whether it was."""
@@ -257,7 +292,7 @@ class DuringBackward:
     def _early_parts(self) -> list[EarlyPart]:
         """Return the sub-groups to step early."""
         upstream, fused = self._upstream, self._fused
-        if not fused.is_fused or upstream.norm_max > 0:
+        if not fused.is_fused:
             return []
         groups = [upstream.hyperparameters(number) for number in range(len(upstream.masters))]
         values = [upstream.base.state.get(master, {}) for master in upstream.masters]
@@ -327,11 +362,6 @@ def why_never_early(
     upstream: Upstream, fused: FusedAdam | OwnSteps, *, streams_gradients: bool
 ) -> str:
     """Return why a run cannot step tiles early; empty if it can."""
-    if upstream.norm_max > 0:
-        return (
-            f"gradient_clipping is {upstream.norm_max}, and no gradient can be clipped before the "
-            "last one has come. Set it to 0 (max_grad_norm=0 in a Trainer)"
-        )
     if not fused.is_fused:
         name = type(upstream.base).__name__
         return f"{name} does not step in one pass (streaming.optimizer.fused)"

@@ -47,6 +47,7 @@ from memascend.deepspeed.plan.optimizers import (
 from memascend.plan.knobs import tile_sizes
 from memascend.plan.optimizer_dtypes import INEXACT, keeps_bf16
 from memascend.runtime import Runtime
+from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.step import Step, StepPhase
 from memascend.streaming.optimizer.stream import OptimizerStream
@@ -256,16 +257,15 @@ class TiledSteps:
         self._ahead.restart()
         self.current = self.current.following()
 
-    @locked
     def prepare(self, number: int, original: Original) -> None:
-        """Before the first sub-group, decide how all are stepped."""
-        if number == 0:
-            self._decide()
+        """Do nothing: a sub-group is read tile by tile, when it is stepped."""
 
-    def _decide(self) -> None:
+    @locked
+    def _decide(self, factor: Factor) -> None:
+        """Decide how all sub-groups are stepped, given the factor of their gradients."""
         step, numbers = self._coming(), range(len(self._upstream.params))
-        # First: early steps use the tiles until then.
-        early, reason = self._ahead.take_results(step)
+        step.factor = factor
+        early, reason = self._ahead.take_results(step)  # first: early steps use the tiles
         # If writing a gradient failed, raise before any weight changes.
         self.runtime.staging.wait_writes()
         # The walk reads ahead across sub-groups, so all states must exist before it.
@@ -335,8 +335,9 @@ class TiledSteps:
         return all(one.tensor is None or one.tensor.device.type == "cpu" for one in members)
 
     def unscale(self, number: int, total_norm: torch.Tensor, original: Original) -> None:
-        """Note the factor; the tiles are multiplied by it when they are stepped."""
-        self.current.factor = self._upstream.gradient_factor(total_norm)
+        """Before the first sub-group, decide how all are stepped, with the same factor."""
+        if number == 0:
+            self._decide(self._upstream.gradient_factor(total_norm))
 
     @locked
     def step_sub_group(self, number: int, original: Original) -> None:

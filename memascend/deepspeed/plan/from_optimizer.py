@@ -142,7 +142,8 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         is_elementwise=elementwise,
         state_count=state_count(base),
         sub_group_numels=tuple(optimizer.numels),
-        during_backward=request.during_backward and is_cpu_adam and not optimizer.norm_max,
+        during_backward=request.during_backward and is_cpu_adam,
+        guesses=optimizer.norm_max > 0,
         overlaps=request.overlaps and is_cpu_adam,
         wants_split_master=request.wants_split_master and is_cpu_adam,
     )

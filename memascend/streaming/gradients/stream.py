@@ -345,10 +345,11 @@ class GradientStream:
         for begin, count in window.chunks(self._slots, bypass):
             first, piece = shard.offset + begin, gradient.narrow(0, begin, count)
             tile = None if bypass is None else bypass.find(first, count)
-            if tile is None:
+            if tile is not None:
+                tile.copy_(piece, non_blocking=True)
+            if tile is None or bypass is None or bypass.is_kept:
                 self._write(target, begin, piece)
             else:
-                tile.copy_(piece, non_blocking=True)
                 bypassed.append((first, count))
             if squares is None:  # after the copy: the write need not wait for this
                 total = self._add_squares(total, piece)
@@ -404,13 +405,16 @@ class GradientStream:
                 with self._slots.given_back_on_error(staged):
                     first, count = shard.offset + begin, staged.numel()
                     tile = None if bypass is None else bypass.find(first, count)
-                    if value is not staged or tile is not None:
-                        (staged if tile is None else tile).copy_(value, non_blocking=True)
+                    is_kept = tile is None or bypass is None or bypass.is_kept
+                    if tile is not None:
+                        tile.copy_(value, non_blocking=True)
+                    if is_kept and value is not staged:
+                        staged.copy_(value, non_blocking=True)
                     filled = self._slots.event_here()  # the write need not wait for work below
                     squares = self._add_squares(squares, value)
                     if result is not None:
                         result.narrow(0, begin, count).copy_(value)
-                if tile is None:
+                if is_kept:
                     self._slots.submit(target.key, staged, begin * target.dtype.itemsize, filled)
                 else:
                     bypassed.append((first, count))

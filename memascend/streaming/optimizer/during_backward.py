@@ -8,7 +8,8 @@ backward, it is enough to drop them.
 The gradients of a tile are copied into a block of host memory, not to the drive: the step consumes
 them. A tile holds a block while it waits for the rest of its gradients or for the drive. If no
 block is free, the caller waits for a tile that is being stepped. If none becomes free even so, or
-the tile is reserved for step(), its gradients are written to the drive.
+the tile is reserved for step(), its gradients are written to the drive. If the early steps are a
+guess, all gradients are written to the drive too, and a wrong guess costs nothing but time.
 """
 
 from __future__ import annotations
@@ -165,14 +166,21 @@ class TilesDuringBackward:
         self._done: dict[str, set[int]] = {}
         self._is_running = False  # functions may be queued on the thread
         self._is_open = False  # gradients are taken, and complete tiles stepped
+        self._keeps_gradients = False
         self._error: Exception | None = None
         #: Whether an early step failed; the keys for new values may be unreadable since then.
         self.has_failed = False
 
-    def expect(self, parts: Sequence[EarlyPart]) -> None:
-        """Expect the gradients of these sub-groups, and drop all earlier early steps."""
+    def expect(self, parts: Sequence[EarlyPart], *, keeps_gradients: bool = False) -> None:
+        """Expect the gradients of these sub-groups, and drop all earlier early steps.
+
+        Args:
+            parts: The sub-groups.
+            keeps_gradients: Write their gradients to the drive, too.
+        """
         self.drop()
         self._expected = _Expected(parts)
+        self._keeps_gradients = keeps_gradients
         if parts:
             self._is_open = True
             self._drain()  # tiles of a walk that Ctrl-C ended before its first tile
@@ -195,6 +203,7 @@ class TilesDuringBackward:
             offset=offset,
             tile_numel=self._stream.tiles.shape.numel,
             find=functools.partial(self._find, name, offset),
+            is_kept=self._keeps_gradients,
         )
 
     def note_copied(self) -> None:

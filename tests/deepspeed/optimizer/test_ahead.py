@@ -299,7 +299,6 @@ def test_without_room_for_second_values_nothing_is_early(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"clip_grad": 1.0}, "gradient_clipping is 1.0"),
         ({"fused": False}, "fused"),
         ({"streams_gradients": False}, "not streamed"),
     ],

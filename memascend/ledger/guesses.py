@@ -1,0 +1,17 @@
+"""Counts of steps that were begun during backward as a guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Guesses:
+    """Guesses that a norm is within `gradient_clipping`."""
+
+    right: int = 0  # steps whose early tiles were used
+    wrong: int = 0  # steps that were made again
+
+    def describe(self) -> str:
+        """Return a line of the ledger."""
+        return f"begun during backward: {self.right} steps, and {self.wrong} that were made again"
