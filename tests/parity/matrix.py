@@ -244,7 +244,7 @@ def early_cases() -> list[Case]:
         # Guesses, of which some are wrong: norms are 20 to 26, and 9.8 to 10.1.
         replace(early, clipping=25.97, steps=14),
         replace(early, clipping=10.04, steps=14, world=2, family="gpt2", accessors="change"),
-        replace(fp16, clipping=8.9, steps=16, family="odd", scheduler=True),
+        replace(fp16, clipping=9.42, steps=16, family="odd", scheduler=True),
         replace(early, clipping=30.0, steps=12, resume_at=6),
         replace(early, clipping=30.0, steps=8, modify_weights=True, gather_all=True),
         replace(early, clipping=30.0, steps=6, boundary="stepped", accumulation=2),
