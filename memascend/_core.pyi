@@ -374,7 +374,9 @@ def adam_update(
     exp_avg_sq: int,
     output: int = 0,
     output_dtype: str | None = None,
+    weight_dtype: str = "float32",
     moment_dtype: str = "float32",
+    scales: int = 0,
     numel: int,
     coefficients: AdamCoefficients,
     tail_numel: int = 0,
@@ -383,7 +385,6 @@ def adam_update(
     threads: int = 0,
     helpers: KernelHelpers | None = None,
     isa: str = "auto",
-    is_split: bool = False,
 ) -> None: ...
 def halves_join(
     *,
@@ -397,3 +398,29 @@ def halves_join(
 def halves_cut(*, weights: int, high: int, low: int, numel: int) -> None: ...
 def halves_round_high(*, high: int, low: int, flags: int, flag_dtype: str, numel: int) -> None: ...
 def halves_clear_flags(*, flags: int, flag_dtype: str, numel: int) -> None: ...
+def halves_join_without_flags(*, rounded: int, low: int, weights: int, numel: int) -> None: ...
+def halves_round_high_without_flags(*, high: int, low: int, numel: int) -> None: ...
+def codes_encode(
+    *,
+    values: int,
+    codes: int,
+    scales: int,
+    stride: int,
+    numel: int,
+    is_first: bool,
+    rounding_key: int | None = None,
+    first_index: int = 0,
+) -> None: ...
+def codes_decode(
+    *, codes: int, scales: int, stride: int, values: int, numel: int, is_first: bool
+) -> None: ...
+def remainders_join(*, rounded: int, remainders: int, weights: int, numel: int) -> None: ...
+def remainders_cut(
+    *,
+    weights: int,
+    rounded: int,
+    remainders: int,
+    numel: int,
+    rounding_key: int | None = None,
+    first_index: int = 0,
+) -> None: ...

@@ -8,8 +8,10 @@
 
 #include "bindings/bindings.hpp"
 #include "kernels/adam.hpp"
+#include "kernels/codes.hpp"
 #include "kernels/halves.hpp"
 #include "kernels/overflow.hpp"
+#include "kernels/remainders.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -27,20 +29,38 @@ overflow::ScanResult overflow_scan(std::uintptr_t address, std::size_t numel,
                         {.sum_squares = sum_squares, .threads = threads, .helpers = helpers});
 }
 
+adam::Weights parse_weights(const std::string& dtype) {
+  if (dtype == "float32") return adam::Weights::kWhole;
+  if (dtype == "int16") return adam::Weights::kHalves;
+  if (dtype == "int8") return adam::Weights::kRemainders;
+  throw std::invalid_argument("no weights of dtype \"" + dtype + "\"; known: float32, int16, int8");
+}
+
+adam::Moments parse_moments(const std::string& dtype) {
+  if (dtype == "float32") return adam::Moments::kFloat32;
+  if (dtype == "bfloat16") return adam::Moments::kBfloat16;
+  if (dtype == "int8") return adam::Moments::kCodes;
+  if (dtype == "int8/bfloat16") return adam::Moments::kFirstInCodes;
+  throw std::invalid_argument("no moments of dtype \"" + dtype +
+                              "\"; known: float32, bfloat16, int8, int8/bfloat16");
+}
+
 void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std::uintptr_t weight,
                  std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t output,
-                 const std::optional<std::string>& output_dtype, const std::string& moment_dtype,
-                 std::size_t numel, const adam::Coefficients& coefficients, std::size_t tail_numel,
+                 const std::optional<std::string>& output_dtype, const std::string& weight_dtype,
+                 const std::string& moment_dtype, std::uintptr_t scales, std::size_t numel,
+                 const adam::Coefficients& coefficients, std::size_t tail_numel,
                  std::uint64_t rounding_key, std::uint64_t first_index, std::size_t threads,
-                 kernels::Helpers* helpers, const std::string& isa, bool is_split) {
+                 kernels::Helpers* helpers, const std::string& isa) {
   adam::Operands operands{
       .gradient = reinterpret_cast<const void*>(gradient),
       .gradient_format = kernels::parse_format(gradient_dtype),
       .weight = reinterpret_cast<void*>(weight),
-      .is_split = is_split,
+      .weights = parse_weights(weight_dtype),
       .exp_avg = reinterpret_cast<void*>(exp_avg),
       .exp_avg_sq = reinterpret_cast<void*>(exp_avg_sq),
-      .moment_format = kernels::parse_format(moment_dtype),
+      .moments = parse_moments(moment_dtype),
+      .scales = reinterpret_cast<float*>(scales),
       .output = reinterpret_cast<void*>(output),
       .output_format = {},
       .numel = numel,
@@ -52,8 +72,7 @@ void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std
                {.tail_numel = tail_numel,
                 .threads = threads,
                 .helpers = helpers,
-                .rounding_key = rounding_key,
-                .first_index = first_index});
+                .rounding = {.key = rounding_key, .first_index = first_index}});
 }
 
 void halves_join(std::uintptr_t rounded, std::uintptr_t low, std::uintptr_t flags,
@@ -85,6 +104,70 @@ void halves_clear_flags(std::uintptr_t flags, const std::string& flag_dtype, std
   const kernels::Format format = kernels::parse_format(flag_dtype);
   const py::gil_scoped_release release;
   halves::clear_flags(reinterpret_cast<void*>(flags), format, numel);
+}
+
+void halves_join_without_flags(std::uintptr_t rounded, std::uintptr_t low, std::uintptr_t weights,
+                               std::size_t numel) {
+  const py::gil_scoped_release release;
+  halves::join_without_flags(reinterpret_cast<const std::uint16_t*>(rounded),
+                             reinterpret_cast<const std::uint16_t*>(low),
+                             reinterpret_cast<std::uint32_t*>(weights), numel);
+}
+
+void halves_round_high_without_flags(std::uintptr_t high, std::uintptr_t low, std::size_t numel) {
+  const py::gil_scoped_release release;
+  halves::round_high_without_flags(reinterpret_cast<std::uint16_t*>(high),
+                                   reinterpret_cast<std::uint16_t*>(low), numel);
+}
+
+std::optional<kernels::Rounding> rounding_of(std::optional<std::uint64_t> key,
+                                             std::uint64_t first_index) {
+  if (!key) return std::nullopt;
+  return kernels::Rounding{.key = *key, .first_index = first_index};
+}
+
+void codes_encode(std::uintptr_t values, std::uintptr_t codes, std::uintptr_t scales,
+                  std::size_t stride, std::size_t numel, bool is_first,
+                  std::optional<std::uint64_t> rounding_key, std::uint64_t first_index) {
+  const auto* source = reinterpret_cast<const float*>(values);
+  const codes::Scales target{reinterpret_cast<float*>(scales), stride};
+  const auto rounding = rounding_of(rounding_key, first_index);
+  const py::gil_scoped_release release;
+  if (is_first) {
+    codes::encode_first(source, reinterpret_cast<std::int8_t*>(codes), target, numel, rounding);
+  } else {
+    codes::encode_second(source, reinterpret_cast<std::uint8_t*>(codes), target, numel, rounding);
+  }
+}
+
+void codes_decode(std::uintptr_t codes, std::uintptr_t scales, std::size_t stride,
+                  std::uintptr_t values, std::size_t numel, bool is_first) {
+  auto* target = reinterpret_cast<float*>(values);
+  const codes::Scales source{reinterpret_cast<float*>(scales), stride};
+  const py::gil_scoped_release release;
+  if (is_first) {
+    codes::decode_first(reinterpret_cast<const std::int8_t*>(codes), source, target, numel);
+  } else {
+    codes::decode_second(reinterpret_cast<const std::uint8_t*>(codes), source, target, numel);
+  }
+}
+
+void remainders_join(std::uintptr_t rounded, std::uintptr_t remainders, std::uintptr_t weights,
+                     std::size_t numel) {
+  const py::gil_scoped_release release;
+  remainders::join(reinterpret_cast<const std::uint16_t*>(rounded),
+                   reinterpret_cast<const std::int8_t*>(remainders),
+                   reinterpret_cast<float*>(weights), numel);
+}
+
+void remainders_cut(std::uintptr_t weights, std::uintptr_t rounded, std::uintptr_t remainders,
+                    std::size_t numel, std::optional<std::uint64_t> rounding_key,
+                    std::uint64_t first_index) {
+  const auto rounding = rounding_of(rounding_key, first_index);
+  const py::gil_scoped_release release;
+  remainders::cut(reinterpret_cast<const float*>(weights),
+                  reinterpret_cast<std::uint16_t*>(rounded),
+                  reinterpret_cast<std::int8_t*>(remainders), numel, rounding);
 }
 
 std::vector<std::string> kernel_isas() {
@@ -121,9 +204,9 @@ void bind_kernels(py::module_& module) {
            "weight_decay"_a = py::none());
   module.def("adam_update", &adam_update, py::kw_only(), "gradient"_a, "gradient_dtype"_a,
              "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "output"_a = 0, "output_dtype"_a = py::none(),
-             "moment_dtype"_a = "float32", "numel"_a, "coefficients"_a, "tail_numel"_a = 0,
-             "rounding_key"_a = 0, "first_index"_a = 0, "threads"_a = 0, "helpers"_a = nullptr,
-             "isa"_a = "auto", "is_split"_a = false);
+             "weight_dtype"_a = "float32", "moment_dtype"_a = "float32", "scales"_a = 0, "numel"_a,
+             "coefficients"_a, "tail_numel"_a = 0, "rounding_key"_a = 0, "first_index"_a = 0,
+             "threads"_a = 0, "helpers"_a = nullptr, "isa"_a = "auto");
 
   module.def("halves_join", &halves_join, py::kw_only(), "rounded"_a, "low"_a, "flags"_a = 0,
              "flag_dtype"_a = "float32", "weights"_a, "numel"_a);
@@ -132,6 +215,20 @@ void bind_kernels(py::module_& module) {
              "flag_dtype"_a, "numel"_a);
   module.def("halves_clear_flags", &halves_clear_flags, py::kw_only(), "flags"_a, "flag_dtype"_a,
              "numel"_a);
+  module.def("halves_join_without_flags", &halves_join_without_flags, py::kw_only(), "rounded"_a,
+             "low"_a, "weights"_a, "numel"_a);
+  module.def("halves_round_high_without_flags", &halves_round_high_without_flags, py::kw_only(),
+             "high"_a, "low"_a, "numel"_a);
+
+  module.def("codes_encode", &codes_encode, py::kw_only(), "values"_a, "codes"_a, "scales"_a,
+             "stride"_a, "numel"_a, "is_first"_a, "rounding_key"_a = py::none(),
+             "first_index"_a = 0);
+  module.def("codes_decode", &codes_decode, py::kw_only(), "codes"_a, "scales"_a, "stride"_a,
+             "values"_a, "numel"_a, "is_first"_a);
+  module.def("remainders_join", &remainders_join, py::kw_only(), "rounded"_a, "remainders"_a,
+             "weights"_a, "numel"_a);
+  module.def("remainders_cut", &remainders_cut, py::kw_only(), "weights"_a, "rounded"_a,
+             "remainders"_a, "numel"_a, "rounding_key"_a = py::none(), "first_index"_a = 0);
 }
 
 }  // namespace memascend

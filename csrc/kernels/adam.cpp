@@ -14,9 +14,9 @@ namespace {
 
 Kernels kernels_of(Isa isa, const Operands& operands) {
   const Formats formats{.gradient = operands.gradient_format,
-                        .moment = operands.moment_format,
+                        .moments = operands.moments,
                         .output = operands.output_format,
-                        .is_split = operands.is_split};
+                        .weights = operands.weights};
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512) return avx512_kernels(formats);
   if (isa == Isa::kAvx2) return avx2_kernels(formats);
@@ -24,6 +24,41 @@ Kernels kernels_of(Isa isa, const Operands& operands) {
   MA_EXPECT(isa == Isa::kScalar, "no ", kernels::name(isa), " kernel in this build");
   return scalar_kernels(formats);
 }
+
+/// Bytes of an element's moments, and scales for codes::kScaleNumel elements.
+struct Widths {
+  std::size_t exp_avg;
+  std::size_t exp_avg_sq;
+  std::size_t scales;
+};
+
+Widths widths_of(Moments moments) {
+  switch (moments) {
+    case Moments::kBfloat16:
+      return {2, 2, 0};
+    case Moments::kCodes:
+      return {1, 1, Codes::kScales};
+    case Moments::kFirstInCodes:
+      return {1, 2, FirstInCodes::kScales};
+    case Moments::kFloat32:
+      break;
+  }
+  return {4, 4, 0};
+}
+
+std::size_t weight_bytes(Weights weights) {
+  switch (weights) {
+    case Weights::kHalves:
+      return 2;
+    case Weights::kRemainders:
+      return 1;
+    case Weights::kWhole:
+      break;
+  }
+  return 4;
+}
+
+static_assert(kBlockNumel % codes::kScaleNumel == 0);
 
 /// One step of a tile; every thread runs `work`, the caller's included.
 class Step {
@@ -53,21 +88,20 @@ class Step {
       return static_cast<std::byte*>(start) + nbytes;
     };
     const std::size_t gradient_width = kernels::element_bytes(operands_.gradient_format);
-    const std::size_t moment_offset = first * kernels::element_bytes(operands_.moment_format);
-    const std::size_t weight_width = operands_.is_split ? sizeof(std::uint16_t) : sizeof(float);
+    const Widths widths = widths_of(operands_.moments);
     std::byte* output = nullptr;
     if (operands_.output_format) {
       output = at(operands_.output, first * kernels::element_bytes(*operands_.output_format));
     }
     return {.gradient = static_cast<const std::byte*>(operands_.gradient) + first * gradient_width,
-            .weight = at(operands_.weight, first * weight_width),
-            .exp_avg = at(operands_.exp_avg, moment_offset),
-            .exp_avg_sq = at(operands_.exp_avg_sq, moment_offset),
+            .weight = at(operands_.weight, first * weight_bytes(operands_.weights)),
+            .exp_avg = at(operands_.exp_avg, first * widths.exp_avg),
+            .exp_avg_sq = at(operands_.exp_avg_sq, first * widths.exp_avg_sq),
+            .scales = operands_.scales + first / codes::kScaleNumel * widths.scales,
             .output = output,
             .numel = limit - first,
-            .key_low = static_cast<std::uint32_t>(options_.rounding_key),
-            .key_high = static_cast<std::uint32_t>(options_.rounding_key >> 32),
-            .first = static_cast<std::uint32_t>(options_.first_index + first)};
+            .rounding = {.key = options_.rounding.key,
+                         .first_index = options_.rounding.first_index + first}};
   }
 
   const Operands& operands_;
@@ -78,6 +112,17 @@ class Step {
   std::atomic<std::size_t> next_{0};
 };
 
+void check_codes(const Operands& operands, const Options& options) {
+  MA_EXPECT(operands.scales != nullptr || operands.numel == 0,
+            "moments in codes have scales; got address 0");
+  MA_EXPECT(options.tail_numel == 0,
+            "moments in codes have no tail, got tail_numel=", options.tail_numel,
+            ": no other step has to be equalled");
+  MA_EXPECT(options.rounding.first_index % codes::kScaleNumel == 0,
+            "a tile of moments in codes begins at a multiple of ", codes::kScaleNumel,
+            " elements, got first_index=", options.rounding.first_index);
+}
+
 void check(const Operands& operands, const Options& options) {
   const std::size_t numel = operands.numel;
   const bool has_all = operands.gradient != nullptr && operands.weight != nullptr &&
@@ -87,10 +132,9 @@ void check(const Operands& operands, const Options& options) {
             numel, " weights to address 0");
   MA_EXPECT(operands.output_format != Format::kFloat32,
             "the output of the step is 16 bits wide; the weights themselves are fp32");
-  MA_EXPECT(!operands.is_split || operands.output_format == Format::kBfloat16,
-            "a split weight has its upper half in an output in bfloat16");
-  MA_EXPECT(operands.moment_format != Format::kFloat16,
-            "moments are fp32 or bf16: second moments are beyond the range of fp16");
+  MA_EXPECT(operands.weights == Weights::kWhole || operands.output_format == Format::kBfloat16,
+            "weights in halves or with a remainder have their other bits in an output in bfloat16");
+  if (widths_of(operands.moments).scales != 0) check_codes(operands, options);
   // Each thread adds kBlockNumel once more after the last block.
   constexpr std::size_t kNumelMax = std::numeric_limits<std::size_t>::max() / 8;
   MA_EXPECT(numel <= kNumelMax, "cannot step ", numel,

@@ -12,9 +12,14 @@
 // mean is exact. With rounding to nearest, a second moment would not change in a step that changes
 // it by less than half of its last place, 1/512 of it; Adam's usual change is 1/1000.
 //
+// Moments in codes (codes.hpp) take one byte each, and are rounded last, too. They have no loop
+// over a remainder: no step of DeepSpeed's has to be equalled.
+//
 // A weight may be split: its low 16 bits lie where the whole ones would, and the output, the weight
 // rounded to bf16, stands for the others (halves.hpp). The step gives the bits of the whole
-// weight's in 26 bytes of memory traffic.
+// weight's in 26 bytes of memory traffic. With second moments in codes, which have no sign for the
+// flag, a tie above an odd half moves by the last place of fp32. Weights of 24 bits have a
+// remainder of 8 bits there instead (remainders.hpp).
 //
 // Knows addresses, counts and number formats; must never know tensors, optimizers or steps. Any
 // thread may call every function here; the caller keeps the memory alive and lets no other thread
@@ -27,12 +32,28 @@
 
 #include "kernels/format.hpp"
 #include "kernels/isa.hpp"
+#include "kernels/rounding.hpp"
 #include "kernels/threads.hpp"
 
 namespace memascend::adam {
 
 using kernels::Format;
 using kernels::Isa;
+
+/// What lies where the weight is.
+enum class Weights {
+  kWhole,       // fp32
+  kHalves,      // the low 16 bits; the output has the others (halves.hpp)
+  kRemainders,  // 8 bits; the output has the others (remainders.hpp)
+};
+
+/// Formats of both moments.
+enum class Moments {
+  kFloat32,
+  kBfloat16,
+  kCodes,         // with two scales side by side: of first moments, of second ones (codes.hpp)
+  kFirstInCodes,  // with one scale; second moments in bf16
+};
 
 /// Hyperparameters of one step, the same for every element.
 struct Coefficients {
@@ -55,38 +76,38 @@ struct Coefficients {
 struct Operands {
   const void* gradient = nullptr;
   Format gradient_format = Format::kFloat32;
-  void* weight = nullptr;  // fp32, or the low 16 bits of split weights
-  /// Of split weights the output, in bf16, is read as well, and the signs of exp_avg_sq are the
-  /// flags of halves.hpp.
-  bool is_split = false;
-  void* exp_avg = nullptr;  // in moment_format, like the next
+  /// If it is not whole, the output, in bf16, is read as well. With halves the signs of exp_avg_sq
+  /// are the flags of halves.hpp, except in codes.
+  void* weight = nullptr;
+  Weights weights = Weights::kWhole;
+  void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
-  Format moment_format = Format::kFloat32;  // or bf16
-  void* output = nullptr;                   // new weights in output_format; unused without one
+  Moments moments = Moments::kFloat32;
+  float* scales = nullptr;  // of codes; aligned, unlike the others
+  void* output = nullptr;   // new weights in output_format; unused without one
   std::optional<Format> output_format;
   std::size_t numel = 0;
 };
 
 struct Options {
   /// So many elements at the end are computed as in DeepSpeed's loop over the remainder of the
-  /// vectors, as g++ compiles it: in both moments it fuses the other one of the two products.
+  /// vectors, as g++ compiles it: in both moments it fuses the other one of the two products. 0
+  /// with codes.
   std::size_t tail_numel = 0;
   /// 0: the CPUs this thread may run on. At most one per block of kBlockNumel.
   std::size_t threads = 0;
   /// Threads kept between calls; null: threads are started for this call and joined.
   kernels::Helpers* helpers = nullptr;
-  /// For bf16 moments: differs for each step and sub-group, and with it the random bits.
-  std::uint64_t rounding_key = 0;
-  /// For bf16 moments: index of the tile's first element in its sub-group. An element's bits depend
-  /// only on the key and its index, modulo 2^32.
-  std::uint64_t first_index = 0;
+  /// For all but fp32 moments, and for remainders. With codes the tile's first element is the first
+  /// of a scale.
+  kernels::Rounding rounding;
 };
 
 /// Elements that a thread takes at once.
 inline constexpr std::size_t kBlockNumel = std::size_t{1} << 15;
 
 /// Steps every element once, in place. The bits do not depend on thread count, instruction set or
-/// alignment, except for the payload of NaNs; with bf16 moments also not on the tiling of a
+/// alignment, except for the payload of NaNs; without fp32 moments also not on the tiling of a
 /// sub-group, tails apart. Denormals are flushed if the calling thread flushes them.
 ///
 /// `isa` must be one of kernels::available_isas(). Throws std::invalid_argument on a caller's

@@ -1,5 +1,5 @@
 // Shared by the Adam kernels of all instruction sets: the scalar set, and the table of the
-// dispatcher. Included by kernels/adam*.cpp and adam_loops.hpp only.
+// dispatcher. Included by the sources of this folder only.
 #pragma once
 
 #include <bit>
@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kernels/adam.hpp"
+#include "kernels/codes.hpp"
 #include "kernels/narrow.hpp"
 
 namespace memascend::adam {
@@ -19,28 +20,25 @@ struct Block {
   std::byte* weight;
   std::byte* exp_avg;
   std::byte* exp_avg_sq;
+  float* scales;
   std::byte* output;
   std::size_t numel;
-  // For stochastic rounding of moments: the step's random key, and the low 32 bits of the first
-  // element's index.
-  std::uint32_t key_low;
-  std::uint32_t key_high;
-  std::uint32_t first;
+  kernels::Rounding rounding;
 };
 
 using Kernel = void (*)(const Block& block, const Coefficients& coefficients);
 
 struct Kernels {
   Kernel body;
-  Kernel tail;
+  Kernel tail;  // null with codes
 };
 
 /// The formats that a kernel is compiled for.
 struct Formats {
   Format gradient;
-  Format moment;                 // fp32 or bf16
+  Moments moments;
   std::optional<Format> output;  // absent without 16-bit weights
-  bool is_split;                 // the output is bf16 then
+  Weights weights;               // the output is bf16 unless they are whole
 };
 
 Kernels scalar_kernels(const Formats& formats);
@@ -53,9 +51,18 @@ using kernels::Bfloat16;
 using kernels::Float16;
 using kernels::Float32;
 
+// How a weight lies: whole and with an output in a format or without one; or with the output in
+// bf16 and something else in the weight's place.
 struct NoOutput {};
-/// The output in bf16, and with the low halves in the weight's place the weight itself.
 struct Split {};
+struct Remainder {};
+// How moments lie in codes: both, or the first ones.
+struct Codes {
+  static constexpr std::size_t kScales = 2;
+};
+struct FirstInCodes {
+  static constexpr std::size_t kScales = 1;
+};
 
 template <typename T>
 T load_as(const std::byte* source) {
@@ -64,7 +71,7 @@ T load_as(const std::byte* source) {
   return value;
 }
 
-/// A single lane in plain C++; a set of instructions as in adam_loops.hpp.
+/// A single lane in plain C++; a set of instructions as in adam_element.hpp.
 struct One {
   using Lanes = float;
   using Words = std::uint32_t;
@@ -81,20 +88,38 @@ struct One {
     const typename F::Bits bits = F::narrow(value);
     std::memcpy(target, &bits, sizeof(bits));
   }
-  static void store_rounded(std::byte* target, float value, Words addend) {
-    const Bfloat16::Bits bits = Bfloat16::add_and_cut(value, addend);
-    std::memcpy(target, &bits, sizeof(bits));
+  static Words to_bfloat16(float value) { return Bfloat16::narrow(value); }
+  static Words to_bfloat16(float value, Words addend) {
+    return Bfloat16::add_and_cut(value, addend);
   }
   static float spread(float value) { return value; }
   static float mul(float left, float right) { return left * right; }
   static float div(float left, float right) { return left / right; }
   static float fma(float left, float right, float addend) { return std::fma(left, right, addend); }
   static float root(float value) { return std::sqrt(value); }
+  static float plus(float left, float right) { return left + right; }
+  static float minus(float left, float right) { return left - right; }
+  static float least(float left, float right) { return left < right ? left : right; }
+  static float floor(float value) { return convert(integers(value)); }
+  static float plus_one_if_less(float value, float left, float right) {
+    return left < right ? value + 1.0f : value;
+  }
+  static float convert(Words words) { return static_cast<float>(static_cast<std::int32_t>(words)); }
+  static Words integers(float value) {
+    return static_cast<Words>(static_cast<std::int32_t>(value));
+  }
 
   static Words load_words16(const std::byte* source) { return load_as<std::uint16_t>(source); }
   static void store_words16(std::byte* target, Words words) {
     const auto bits = static_cast<std::uint16_t>(words);
     std::memcpy(target, &bits, sizeof(bits));
+  }
+  static Words load_words8(const std::byte* source) { return load_as<std::uint8_t>(source); }
+  static Words load_signed8(const std::byte* source) {
+    return static_cast<Words>(std::int32_t{load_as<std::int8_t>(source)});
+  }
+  static void store_words8(std::byte* target, Words words) {
+    *target = static_cast<std::byte>(words & 0xff);
   }
   static Words bits(float value) { return std::bit_cast<Words>(value); }
   static float floats(Words words) { return std::bit_cast<float>(words); }
@@ -105,6 +130,13 @@ struct One {
   static Words either(Words left, Words right) { return left | right; }
   static Words add(Words left, Words right) { return left + right; }
   static Words subtract(Words left, Words right) { return left - right; }
+  static Words least_of(Words left, Words right) {
+    return static_cast<std::int32_t>(left) < static_cast<std::int32_t>(right) ? left : right;
+  }
+  static Words greatest_of(Words left, Words right) {
+    return static_cast<std::int32_t>(left) < static_cast<std::int32_t>(right) ? right : left;
+  }
+  static std::uint32_t greatest_lane(Words words) { return words; }
   static Words multiply(Words left, Words right) { return left * right; }
   static Words cut_to_16(Words words) { return words & 0xffff; }
   template <int kCount>
@@ -114,6 +146,10 @@ struct One {
   template <int kCount>
   static Words shift_right(Words words) {
     return words >> kCount;
+  }
+  template <int kCount>
+  static Words shift_right_signed(Words words) {
+    return static_cast<Words>(static_cast<std::int32_t>(words) >> kCount);
   }
 };
 

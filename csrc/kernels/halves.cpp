@@ -22,12 +22,17 @@ struct Flags {
   }
 };
 
+/// `flag` is 0 or 1.
+std::uint32_t joined(std::uint16_t rounded, std::uint16_t low, std::uint32_t flag) {
+  const std::uint32_t carry = (low + flag + kHalfLess) >> 16;
+  return (rounded - carry) << 16 | low;
+}
+
 template <typename Bits>
 void join_flagged(const std::uint16_t* rounded, const std::uint16_t* low, const Bits* flags,
                   std::uint32_t* weights, std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) {
-    const std::uint32_t carry = (low[i] + Flags<Bits>::get(flags[i]) + kHalfLess) >> 16;
-    weights[i] = (rounded[i] - carry) << 16 | low[i];
+    weights[i] = joined(rounded[i], low[i], Flags<Bits>::get(flags[i]));
   }
 }
 
@@ -77,6 +82,19 @@ void round_high(std::uint16_t* high, const std::uint16_t* low, void* flags, Form
     round_high_flagged(high, low, static_cast<std::uint32_t*>(flags), numel);
   } else {
     round_high_flagged(high, low, static_cast<std::uint16_t*>(flags), numel);
+  }
+}
+
+void join_without_flags(const std::uint16_t* rounded, const std::uint16_t* low,
+                        std::uint32_t* weights, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) weights[i] = joined(rounded[i], low[i], 0);
+}
+
+void round_high_without_flags(std::uint16_t* high, std::uint16_t* low, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) {
+    const std::uint32_t weight = std::uint32_t{high[i]} << 16 | low[i];
+    low[i] = static_cast<std::uint16_t>(low[i] + ((weight & kTieMask) == kTie));
+    high[i] = kernels::Bfloat16::narrow(std::bit_cast<float>(weight));
   }
 }
 

@@ -6,6 +6,9 @@
 // negative: a sum of products of numbers that are not. 32,640 of all 2^32 patterns are ties with an
 // odd high half. A NaN stays a NaN, its payload may differ.
 //
+// Where second moments have no sign (codes.hpp) there are no flags: a tie above an odd high half is
+// stored as the next number, which rounds to the same.
+//
 // Knows addresses and counts; must never know tensors, optimizers or steps. Any thread may call
 // every function here; the caller keeps the memory alive and lets no other thread use it. Numbers
 // are aligned to their size, and no two parts may overlap.
@@ -38,6 +41,11 @@ void cut(const std::uint32_t* weights, std::uint16_t* high, std::uint16_t* low, 
 /// flags.
 void round_high(std::uint16_t* high, const std::uint16_t* low, void* flags,
                 kernels::Format flag_format, std::size_t numel);
+
+/// The same without flags.
+void join_without_flags(const std::uint16_t* rounded, const std::uint16_t* low,
+                        std::uint32_t* weights, std::size_t numel);
+void round_high_without_flags(std::uint16_t* high, std::uint16_t* low, std::size_t numel);
 
 /// Takes the flags out of second moments, which are then as if nothing had been split.
 void clear_flags(void* flags, kernels::Format flag_format, std::size_t numel);

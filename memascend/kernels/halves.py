@@ -2,7 +2,8 @@
 
 A weight that lies half-way between two bf16 numbers, above an odd one, needs one bit more: a flag
 in the sign of its second moment, which is never negative (`csrc/kernels/halves.hpp`). Joined halves
-are the weight to the bit; of a NaN only that it is one.
+are the weight to the bit; of a NaN only that it is one. Beside second moments in codes there are no
+flags: such a weight is stored as the next number.
 
 All tensors are contiguous, on the host and of one length. Callable from any thread; releases the
 GIL.
@@ -19,7 +20,14 @@ from memascend.kernels.overflow import dtype_name
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["clear_flags", "cut", "join", "round_high"]
+__all__ = [
+    "clear_flags",
+    "cut",
+    "join",
+    "join_without_flags",
+    "round_high",
+    "round_high_without_flags",
+]
 
 _WHOLE, _HIGH, _LOW, _FLAGS = ("float32",), ("bfloat16",), ("int16",), ("float32", "bfloat16")
 
@@ -90,6 +98,42 @@ def round_high(high: torch.Tensor, low: torch.Tensor, flags: torch.Tensor) -> No
         flags=flags.data_ptr(),
         flag_dtype=dtype_name(flags.dtype),
         numel=high.numel(),
+    )
+
+
+def join_without_flags(rounded: torch.Tensor, low: torch.Tensor, weights: torch.Tensor) -> None:
+    """Set weights to what the halves are, where second moments are in codes.
+
+    Args:
+        rounded: bf16.
+        low: int16.
+        weights: fp32.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(rounded=(rounded, _HIGH), low=(low, _LOW), weights=(weights, _WHOLE))
+    _core.halves_join_without_flags(
+        rounded=rounded.data_ptr(),
+        low=low.data_ptr(),
+        weights=weights.data_ptr(),
+        numel=weights.numel(),
+    )
+
+
+def round_high_without_flags(high: torch.Tensor, low: torch.Tensor) -> None:
+    """Round high halves that were cut off, in place; one weight in 131072 becomes the next number.
+
+    Args:
+        high: bf16, set to the weights rounded to nearest even.
+        low: int16; one more where a flag would be set.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(high=(high, _HIGH), low=(low, _LOW))
+    _core.halves_round_high_without_flags(
+        high=high.data_ptr(), low=low.data_ptr(), numel=high.numel()
     )
 
 

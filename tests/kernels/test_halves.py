@@ -107,6 +107,19 @@ def test_halves_that_were_cut_need_no_flags() -> None:
     assert torch.equal(joined(high, low, None).view(torch.int32), weights.view(torch.int32))
 
 
+def test_without_flags_a_tie_above_an_odd_half_is_the_next_number() -> None:
+    weights = every_high_half()
+    high, low = (torch.empty(weights.numel(), dtype=d) for d in (torch.bfloat16, torch.int16))
+    halves.cut(weights, high, low)
+    halves.round_high_without_flags(high, low)
+    found = torch.empty(weights.numel())
+    halves.join_without_flags(high, low, found)
+    bits = weights.view(torch.int32)
+    is_tie = (bits & 0x1FFFF) == 0x18000
+    assert_same(high, weights.bfloat16())
+    assert_same(found, (bits + is_tie.int()).view(torch.float32))
+
+
 def moments(numel: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(numel, generator=generator) * 1e-3
@@ -203,7 +216,7 @@ def test_a_tensor_that_the_core_would_misread_is_refused(given: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("output", "says"),
-    [(None, "low halves alone"), (torch.zeros(4, dtype=torch.float16), "known: bfloat16")],
+    [(None, "low bits alone"), (torch.zeros(4, dtype=torch.float16), "known: bfloat16")],
 )
 def test_a_step_on_low_halves_alone_is_refused(output: torch.Tensor | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):

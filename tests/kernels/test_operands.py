@@ -26,3 +26,9 @@ def test_a_tensor_that_the_core_would_misread_is_refused(tensor: torch.Tensor, s
 def test_any_of_the_dtypes_serves() -> None:
     for dtype in (torch.float32, torch.int16):
         check_operand("low", torch.zeros(4, dtype=dtype), 4, ("float32", "int16"))
+
+
+def test_with_a_stride_a_tensor_has_one_dimension_and_need_not_be_contiguous() -> None:
+    check_operand("low", torch.zeros(8)[::2], 4, ("float32",), may_have_stride=True)
+    with pytest.raises(ValueError, match=r"low has shape \(2, 2\); give one dimension"):
+        check_operand("low", torch.zeros(2, 2), 4, ("float32",), may_have_stride=True)

@@ -52,6 +52,35 @@ void test_every_length(Format format) {
   }
 }
 
+/// A tie above an odd half is the next number, and that rounds to the same.
+void test_halves_without_flags() {
+  const std::vector<std::uint32_t> weights = weights_of(1000);
+  std::vector<std::uint16_t> high(weights.size());
+  std::vector<std::uint16_t> low(weights.size());
+  std::vector<std::uint16_t> exact_high(weights.size());
+  std::vector<std::uint32_t> joined(weights.size());
+  std::vector<std::uint32_t> flags(weights.size());
+  halves::cut(weights.data(), high.data(), low.data(), weights.size());
+  exact_high = high;
+  const std::vector<std::uint16_t> exact_low = low;
+  halves::round_high_without_flags(high.data(), low.data(), weights.size());
+  halves::join_without_flags(high.data(), low.data(), joined.data(), weights.size());
+  halves::round_high(exact_high.data(), exact_low.data(), flags.data(), Format::kFloat32,
+                     weights.size());
+  EXPECT(high == exact_high);
+  std::size_t moved = 0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const bool is_tie = (weights[i] & halves::kTieMask) == halves::kTie;
+    if (is_nan(weights[i])) {
+      EXPECT(is_nan(joined[i]));
+    } else {
+      EXPECT(joined[i] == weights[i] + (is_tie ? 1 : 0));
+      moved += is_tie ? 1 : 0;
+    }
+  }
+  EXPECT(moved > 100);
+}
+
 void test_flags_are_of_two_formats() {
   std::uint16_t flag = 0;
   bool is_refused = false;
@@ -68,6 +97,7 @@ void test_flags_are_of_two_formats() {
 int main() {
   test_every_length<std::uint32_t>(Format::kFloat32);
   test_every_length<std::uint16_t>(Format::kBfloat16);
+  test_halves_without_flags();
   test_flags_are_of_two_formats();
   return 0;
 }
