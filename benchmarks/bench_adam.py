@@ -5,12 +5,14 @@ multiplied, stepped with by DeepSpeedCPUAdam, and the new weights are rounded to
 with the same bits, which is compared. Bytes for a parameter are counted: what each pass reads and
 writes of memory, as if nothing of a tile stayed in a cache. A third contender reads and writes as
 many bytes as one pass, in place, and computes next to nothing. `adam_traffic.py` measures bytes.
-The last one is one pass on weights in halves: the bf16 weight, and the 16 bits that it lacks.
+Another one is one pass on weights in halves: the bf16 weight, and the 16 bits that it lacks. The
+last ones keep fewer bits of weights or moments, and end with other bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import harness
 import torch
 
-from memascend.kernels import halves
+from memascend.kernels import adam, codes, halves, remainders
 from memascend.plan.knobs import TILE_NUMEL
 from memascend.streaming.optimizer.tile_memory import TileShape
 
@@ -29,8 +31,26 @@ TILES = {"small": ((1 << 16, 2),), "large": ((TILE_NUMEL, 8), (8 * TILE_NUMEL, 1
 MEMORY, HALVES = "memory alone", "one pass on halves"
 ROUNDS = {"small": 3, "large": 15}
 FACTOR = 1 / 3
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, LOW = torch.float32, torch.bfloat16, torch.int16
 WIDE, NARROW = FP32.itemsize, BF16.itemsize
+#: Dtypes of what lies in the weight's place, of both moments, and scales for each codes.SCALE_NUMEL
+#: elements.
+FEWER_BITS = {
+    "24-bit weights": (torch.int8, (FP32, FP32), 0),
+    "first moments in codes, halves": (LOW, (torch.int8, BF16), 1),
+    "moments in codes, 24-bit weights": (torch.int8, (torch.int8, torch.uint8), 2),
+}
+COEFFICIENTS = adam.AdamCoefficients(
+    factor=FACTOR,
+    beta1=0.9,
+    beta2=0.999,
+    take1=0.1,
+    take2=0.001,
+    root_scale=1.0,
+    epsilon=1e-8,
+    step_size=-1e-3,
+    weight_decay=-1e-4,
+)
 
 
 class Tile:
@@ -135,6 +155,35 @@ def one_pass(tile: Tile, halved: Halves | None = None) -> Callable[[], None]:
     return step
 
 
+def fewer_bits(tile: Tile, name: str) -> Callable[[], None]:
+    """One pass on the tile's gradients with weights or moments in fewer bits."""
+    weight_dtype, moments, scale_share = FEWER_BITS[name]
+    numel = tile.shape.numel
+    weight, output = torch.empty(numel, dtype=weight_dtype), torch.empty(numel, dtype=BF16)
+    exp_avg, exp_avg_sq = (torch.zeros(numel, dtype=dtype) for dtype in moments)
+    if weight_dtype == LOW:
+        halves.cut(tile.parameter.data, output, weight)
+        halves.round_high(output, weight, exp_avg_sq)
+    else:
+        remainders.cut(tile.parameter.data, output, weight)
+    scales = torch.zeros(scale_share * codes.scale_count(numel)) if scale_share else None
+    keys = itertools.count()
+
+    def step() -> None:
+        adam.update(
+            gradient=tile.raw,
+            weight=weight,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            scales=scales,
+            output=output,
+            coefficients=COEFFICIENTS,
+            rounding_key=adam.make_rounding_key(next(keys)),
+        )
+
+    return step
+
+
 def memory_alone(nbytes: int) -> Callable[[], None]:
     """Reads so many bytes, and writes as many in their place."""
     values = torch.ones(nbytes // WIDE)
@@ -162,6 +211,13 @@ def pass_bytes(gradient_itemsize: int) -> int:
 def halves_bytes(gradient_itemsize: int) -> int:
     """Bytes for a parameter of one pass on halves: gradient, both halves and moments in and out."""
     return gradient_itemsize + 2 * (2 * NARROW + 2 * WIDE)
+
+
+def fewer_bits_bytes(gradient_itemsize: int, name: str) -> float:
+    """Bytes for a parameter of one pass on fewer bits: gradient, the others in and out."""
+    weight_dtype, moments, scale_share = FEWER_BITS[name]
+    kept = NARROW + weight_dtype.itemsize + sum(dtype.itemsize for dtype in moments)
+    return gradient_itemsize + 2 * (kept + scale_share * WIDE / codes.SCALE_NUMEL)
 
 
 def run(*, small: bool) -> list[harness.Row]:
@@ -204,8 +260,12 @@ def _run_dtype(
         ),
         harness.Contender(MEMORY, each([memory_alone(nbytes) for _ in range(count)])),
         harness.Contender(HALVES, each([*map(one_pass, split, halved)])),
+        *(
+            harness.Contender(name, each([fewer_bits(tile, name) for tile in split]))
+            for name in FEWER_BITS
+        ),
     ]
-    counted = {
+    counted = {name: fewer_bits_bytes(dtype.itemsize, name) for name in FEWER_BITS} | {
         "one pass": pass_bytes(dtype.itemsize),
         "four passes": passes_bytes(dtype.itemsize),
         MEMORY: pass_bytes(dtype.itemsize),
