@@ -43,7 +43,7 @@ export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all compiler environment demo test test-all test-root lint type test-cpp docs bench bench-memory
-.PHONY: bench-step bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
+.PHONY: bench-step bench-overlap bench-forms bench-context bench-volumes kill-test soak fuzz clean device test-device
 .PHONY: test-releases test-versions test-frameworks
 
 help: ## list the targets
@@ -117,6 +117,9 @@ bench-memory: environment ## peak memory of training as the model grows, against
 
 bench-step: environment ## time and drive traffic of training steps, against stock
 	$(BIN)/python benchmarks/bench_step.py $(BENCH_ARGS)
+
+bench-forms: environment ## bytes and seconds of each form of a step beside a slow drive
+	$(BIN)/python benchmarks/bench_forms.py $(BENCH_ARGS)
 
 bench-overlap: environment ## what of a step overlaps: compute of a stated time beside the drive
 	$(BIN)/python benchmarks/bench_overlap.py $(BENCH_ARGS)

@@ -28,6 +28,7 @@ from device_trace import OPTIMIZER, STEP
 from on_device import OnDevice, contexts_of_ranks, crowded, race, traced
 from transformers.integrations import HfDeepSpeedConfig
 
+from memascend.deepspeed.optimizer import guess
 from memascend.system.memory import process_status
 
 MARK = "@@"
@@ -265,6 +266,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--emulated", action="store_true", help="on the device of tests/device")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument(
+        "--always-guess", action="store_true", help="that no norm is above gradient_clipping"
+    )
     parser.add_argument("--device-bytes", action="store_true", help="account for device memory")
     return parser.parse_args()
 
@@ -277,6 +281,8 @@ def main() -> None:
         be_emulated()
     if options.deterministic:
         be_deterministic()
+    if options.always_guess:
+        guess.ClipGuess.wants = lambda self: True  # type: ignore[method-assign]
     join_group()
     transformers.set_seed(SEED)
     _ = transformers.LlamaForCausalLM  # imported when first named

@@ -46,6 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "changed by hand, two ranks": {"accessors": "change", "modify_weights": True, "world": 2},
     "resumed": {"resume_at": 2, "steps": 4},
     "steps during backward": {"clipping": 0.0, "during_backward": True, "steps": 4},
+    "steps during backward as a guess": {
+        **{"clipping": 1000.0, "during_backward": True, "steps": 7},
+        "modify_weights": True,
+    },
     "steps during backward, two ranks fp16": {
         **{"clipping": 0.0, "during_backward": True, "steps": 8, "world": 2},
         **{"dtype": "fp16", "scale_power": 18, "scale_window": 2, "accumulation": 1},
@@ -87,6 +91,9 @@ STEP_VARIANTS: dict[str, dict[str, Any]] = {
     "resumed, two ranks": {"resume_at": 2, "steps": 6, "world": 2},
     "during backward, two ranks": {
         **{"clipping": 0.0, "during_backward": True, "steps": 4, "world": 2},
+    },
+    "during backward as a guess, two ranks": {
+        **{"clipping": 1000.0, "during_backward": True, "steps": 7, "world": 2},
     },
     "changed by hand, all in memory": {
         **{"modify_weights": True, "gather_all": True, "limit_bytes": 512 * MIB, "steps": 4},

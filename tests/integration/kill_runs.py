@@ -34,6 +34,8 @@ PROGRAM = HERE / "kill_program.py"
 STEPS, SAVE_EVERY = 6, 2
 #: What each sub-group of a walk takes at least.
 SLOW_S = 0.1
+#: `gradient_clipping` far above every norm: all steps during backward but the first are guessed.
+NEVER_CLIPS = 1e9
 #: What a run says while steps go on behind their caller, and if it dies beside one of them.
 WALK_BEGINS, WALK_ENDS, BESIDE_THE_WALK = "walk begins", "walk ends", "beside the walk"
 MOMENTS = ("in a step", BESIDE_THE_WALK, "in a save", "between")
@@ -70,12 +72,16 @@ class Outcome:
 class Job:
     """A training in a folder of its own."""
 
-    def __init__(self, folder: Path, *, ranks: int = 1, during_backward: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, ranks: int = 1, during_backward: bool = False, guesses: bool = False
+    ) -> None:
         self.folder, self._ranks = folder, ranks
         self.drive, self.checkpoints = folder / "drive", folder / "checkpoints"
         self.drive.mkdir()
         self._config = folder / "config.json"
         settings = config(self.drive, ranks=ranks, during_backward=during_backward)
+        if guesses:
+            settings["gradient_clipping"] = NEVER_CLIPS
         self._config.write_text(json.dumps(settings))
 
     def start(self, *options: str) -> subprocess.Popen[str]:

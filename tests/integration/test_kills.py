@@ -32,6 +32,14 @@ def test_killed_runs_of_two_ranks_whose_steps_begin_early_go_on_exactly(tmp_path
 
 @pytest.mark.deepspeed
 @pytest.mark.full
+def test_killed_runs_whose_steps_are_guessed_go_on_exactly(tmp_path: Path) -> None:
+    kind = {"during_backward": True, "guesses": True}
+    outcomes = kill_runs.run(1, seed=3, directory=tmp_path, **kind)
+    assert [outcome for outcome in outcomes if not outcome.is_right] == []
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
 def test_a_run_killed_while_its_last_step_goes_on_behind_it_goes_on_exactly(
     tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:

@@ -1,0 +1,190 @@
+"""How much does each form of a step write, and how long does it take beside a slow drive?
+
+One model, whose layers compute for a stated time (`sleeping_model.py`), is trained in all forms at
+once, which take turns of a few steps: master weights whole or in halves, with clipping and without,
+steps that begin during backward as a guess that is always right or always wrong, moments in bf16,
+and stock. What a turn leaves to be done behind its last step is waited for, and counts. Ratios are
+to whole master weights, within a round. Bytes are those of the drive, as the kernel counts them,
+beside those of the plan.
+
+With --drive-rate a control group holds the drive to a rate: a consumer SSD past its cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import harness
+from bench_overlap import IN_A_ROW
+from bench_step import CONTENDERS, STOCK, WARMUPS, Contender, trainee_of
+from drive_rate import drive_rate
+from trainee import TOKENS, Sleeping, Trainee, side_by_side
+
+from memascend.config.block import parse_block
+from memascend.plan.derive import PlanRequest, derive
+from memascend.plan.shapes import ModelShapes, TensorShape
+
+QUESTION = "Forms of a step: bytes and seconds"
+SIZES = {"small": (3, 1024), "large": (12, 4096)}  # layers, width
+LAYER_MS = {"small": (1.0, 2.0), "large": (40.0, 80.0)}
+ROUNDS = {"small": 1, "large": 5}
+#: Far above every norm, and far below.
+NEVER_CLIPS, ALWAYS_CLIPS = 1e9, 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form of a step.
+
+    Attributes:
+        optimizer: Keys of `streaming.optimizer`; None for stock.
+        clipping: `gradient_clipping`.
+        options: Of the training program.
+    """
+
+    optimizer: Mapping[str, Any] | None
+    clipping: float = NEVER_CLIPS
+    options: Sequence[str] = ()
+
+
+WHOLE = "whole master weights"
+_EARLY = {"during_backward": True}
+FORMS = {
+    WHOLE: Form({"split_master": False}),
+    "halves": Form({}),
+    "halves, right guesses": Form(_EARLY),
+    "halves, wrong guesses": Form(_EARLY, ALWAYS_CLIPS, ("--always-guess",)),
+    "whole, no clipping, during backward": Form(_EARLY | {"split_master": False}, 0.0),
+    "halves, no clipping, during backward": Form(_EARLY, 0.0),
+    "halves, moments in bf16": Form({"state_dtype": "bf16"}),
+    STOCK: Form(None),
+}
+
+
+def run(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Trains one model in all forms, in turns."""
+    size = "small" if options.small else "large"
+    forward_ms, backward_ms = options.layer_ms or LAYER_MS[size]
+    layers, width = options.size or SIZES[size]
+    model = Sleeping(layers, width, forward_s=forward_ms / 1e3, backward_s=backward_ms / 1e3)
+    accelerator = "sim" if options.emulated else "cpu"
+    runs = [
+        trainee(name, form, model, options.directory, accelerator) for name, form in FORMS.items()
+    ]
+    taken = take_steps(runs, options.rounds or ROUNDS[size])
+    circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
+    config = {"model": model.shape, "accelerator": accelerator}
+    for one in runs:
+        found = figures(taken[one.name], taken[WHOLE], model.numel) | planned(one, model)
+        yield harness.Row("forms", "a step", one.name, found, config, circumstances)
+
+
+def trainee(name: str, form: Form, model: Sleeping, directory: Path, accelerator: str) -> Trainee:
+    """The run of a form, which has not started."""
+    contender = CONTENDERS[STOCK]
+    if form.optimizer is not None:
+        contender = Contender({}, block={"streaming": {"optimizer": dict(form.optimizer)}})
+    found = trainee_of(
+        name,
+        contender,
+        model,
+        directory,
+        tokens=TOKENS,
+        clipping=form.clipping,
+        accelerator=accelerator,
+    )
+    return replace(found, options=[*found.options, *form.options])
+
+
+def take_steps(runs: Sequence[Trainee], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """The steps of each run, of each round but the first ones; they start in rotating order."""
+    taken: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
+    with side_by_side(runs):
+        for index in range(WARMUPS + rounds):
+            for one in harness.in_turn(runs, index):
+                step = one.step(IN_A_ROW)
+                if index >= WARMUPS:
+                    taken[one.name].append(step)
+    return taken
+
+
+def figures(
+    ours: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]], numel: int
+) -> dict[str, Any]:
+    """Seconds of a step and their ratio to whole master weights, and bytes of each parameter."""
+    parts = [step["training"] for step in ours]
+    pairs = zip(parts, (step["training"] for step in whole), strict=True)
+    return {
+        "step_s": harness.spread([part["wall_s"] for part in parts]),
+        "to_whole": harness.spread([one["wall_s"] / other["wall_s"] for one, other in pairs]),
+        **{
+            f"{verb}_per_parameter": harness.spread(
+                [part[f"{verb}_bytes"] / numel for part in parts]
+            )
+            for verb in ("read", "written")
+        },
+    }
+
+
+def planned(run: Trainee, model: Sleeping) -> dict[str, float]:
+    """Bytes of each parameter that the plan has a step read and write; none for stock."""
+    if run.block is None:
+        return {}
+    plan = plan_of(run, model)
+    return {
+        "planned_read": sum(plan.read_bytes.values()) / model.numel,
+        "planned_written": sum(plan.written_bytes.values()) / model.numel,
+    }
+
+
+def plan_of(run: Trainee, model: Sleeping) -> Any:
+    matrix = functools.partial(TensorShape, shape=(model.rows or model.width, model.width))
+    names = (f"model.layers.{layer}.weight" for layer in range(model.layers))
+    shapes = ModelShapes("sleeping", tuple(map(matrix, names)))
+    request = PlanRequest.from_deepspeed(run.config, block=parse_block(dict(run.block or {})))
+    return derive(shapes, request=replace(request, has_decay_groups=False))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = harness.parser(QUESTION)
+    parser.add_argument(
+        "--layer-ms",
+        type=float,
+        nargs=2,
+        metavar=("FORWARD", "BACKWARD"),
+        help="compute of a layer",
+    )
+    parser.add_argument(
+        "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
+    )
+    parser.add_argument("--rounds", type=int, help="that count")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="compute is a kernel of the emulated device, and copies run on its streams",
+    )
+    parser.add_argument(
+        "--drive-rate",
+        type=float,
+        nargs=2,
+        metavar=("READ", "WRITE"),
+        help="GB/s that the drive is held to, for all (default: as fast as it is)",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    with drive_rate(options.directory, options.drive_rate):
+        rows = harness.collect(run(options))
+    harness.report("forms", QUESTION, rows, options.out)
+
+
+if __name__ == "__main__":
+    main()
