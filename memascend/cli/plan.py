@@ -58,6 +58,7 @@ from memascend.plan.advice import (
 from memascend.plan.context import DeviceSettings, Training, widths_of
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
+from memascend.plan.muon import advise_muon
 from memascend.plan.optimizer_dtypes import INEXACT, check_masters, check_state_dtype, keeps_bf16
 from memascend.plan.release import check_release
 from memascend.plan.request import (
@@ -359,6 +360,8 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
         notes.insert(0, DEFAULT_NOTE)
     notes += _note_of_packed(accounts.shapes)
     notes += _notes_of_block(accounts.block, accounts.settings)
+    if line := advise_muon(accounts.shapes, accounts.settings):
+        notes.append(line)
     notes += [
         f"in addition to memascend: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
     ]

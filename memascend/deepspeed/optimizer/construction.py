@@ -24,6 +24,7 @@ from memascend.plan.advice import (
     advise_wear,
 )
 from memascend.plan.derive import Plan
+from memascend.plan.muon import advise_muon
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
 
@@ -86,9 +87,15 @@ class Construction:
         """Adopt the plan if both streams are on; open the gradient stream if one of them is."""
         if streams_gradients and is_tiled:
             self._adopt_plan()
+        if dist.get_rank() == 0 and self._upstream.uses_muon:
+            self._warn_of_clipping()
         if streams_gradients or is_tiled:
             kept = norm_dtype() if streams_gradients else None
             self.attach().runtime.open_gradients(kept)
+
+    def _warn_of_clipping(self) -> None:
+        if line := advise_muon(from_module(self._upstream.module), self._settings):
+            log.warning("memascend: %s", line)
 
     def _adopt_plan(self) -> None:
         """Derive the plan, resize slots and staging memory to it, and log its advice."""

@@ -115,3 +115,23 @@ def test_a_run_logs_at_its_start_how_much_its_steps_write(monkeypatch: pytest.Mo
     written = 2 * 1000 * sum(plan.written_bytes.values())
     assert f"{written / 1e12:.3g} TB" in line
     assert f"{written / 1e15:.2%} of the 1,000 TB that the drives' own SMART data leaves" in line
+
+
+@pytest.mark.parametrize(("rank", "use_muon", "count"), [(0, True, 1), (1, True, 0), (0, False, 0)])
+def test_clipping_of_muons_updates_is_warned_of_on_rank_0(
+    rank: int,
+    use_muon: bool,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    made = Construction(
+        Upstream(SimpleNamespace(use_muon=use_muon, module=module)),
+        parse_block({}),
+        parse_deepspeed({"optimizer": {"type": "Muon"}, "gradient_clipping": 1.0}),
+    )
+    monkeypatch.setattr(construction.dist, "get_rank", lambda: rank)
+    with caplog.at_level(logging.WARNING, logger="memascend"):
+        made.open_streams(streams_gradients=False, is_tiled=False)
+    assert caplog.text.count("the norm of Muon's updates is about 11 for this model") == count

@@ -1,0 +1,58 @@
+"""Muon and `gradient_clipping`, which sees updates instead of gradients: their norm is far above 1.
+
+DeepSpeed computes Muon's updates before the norm, and puts each where its gradient was. An update
+is a matrix whose singular values are all near 1, scaled by the square root of rows to columns where
+there are more rows. So the norm depends on shapes alone, and a limit as small as those for
+gradients divides every step by a large number, the gradients of Adam's parameters, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from memascend.config.deepspeed import DeepSpeedSettings
+from memascend.plan.shapes import ModelShapes, TensorShape
+
+#: Names of parameters that DeepSpeed gives to Adam, as those of fewer than two dimensions
+#: (`set_optimizer_flags` in its `__init__.py`).
+ADAM_KEYWORDS = ("embed", "lm_head")
+
+
+def matrices_of(shapes: ModelShapes) -> list[TensorShape]:
+    """Return the parameters that Muon updates."""
+    return [
+        tensor
+        for tensor in shapes.trainable
+        if len(tensor.shape) >= 2 and not any(word in tensor.name.lower() for word in ADAM_KEYWORDS)
+    ]
+
+
+def update_norm(matrices: Iterable[TensorShape]) -> float:
+    """Return about the norm of all updates: of a batch of matrices each counts."""
+    total = 0.0
+    for tensor in matrices:
+        *batch, rows, columns = tensor.shape
+        total += math.prod(batch) * min(rows, columns) * max(1.0, rows / columns)
+    return math.sqrt(total)
+
+
+def advise_muon(shapes: ModelShapes, settings: DeepSpeedSettings) -> str:
+    """Return a line about clipping of Muon's updates; empty if nothing is clipped, or not Muon."""
+    clipping = settings.gradient_clipping
+    if settings.optimizer.type.lower() != "muon":
+        return ""
+    if "gradient_clipping" in settings.left_to_trainer:
+        found = 'gradient_clipping is "auto", so a Trainer sets it to its max_grad_norm, 1.0'
+        clipping = 1.0
+    else:
+        found = f"gradient_clipping is {clipping}"
+    norm = update_norm(matrices_of(shapes))
+    if not clipping or norm <= clipping:
+        return ""
+    return (
+        f"{found}, and the norm of Muon's updates is about {norm:,.0f} for this model: each step, "
+        f"and the gradients of parameters that Adam steps, would be divided by about "
+        f"{norm / clipping:,.0f}. Muon clips what is no gradient. Set it to 0 (max_grad_norm=0 in "
+        f"a Trainer), or above {norm:,.0f}"
+    )
