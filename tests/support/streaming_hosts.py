@@ -44,7 +44,9 @@ def memory_store(
     )
 
 
-def staging_slots(store: TensorStore, *, slot_count: int = 3) -> StagingSlots:
+def staging_slots(
+    store: TensorStore, *, slot_count: int = 3, slot_bytes: int = SLOT_BYTES
+) -> StagingSlots:
     return StagingSlots(
-        store=store, memory=HostTensors(), slot_bytes=SLOT_BYTES, slot_count=slot_count
+        store=store, memory=HostTensors(), slot_bytes=slot_bytes, slot_count=slot_count
     )

@@ -56,10 +56,11 @@ class Training:
         state_dtype: torch.dtype = torch.float32,
         spare_count: int = 0,
         split: bool = False,
+        slots: Mapping[str, int] | None = None,
     ) -> None:
         self.device = device
         self.store = store or memory_store()
-        self.slots = staging_slots(self.store)
+        self.slots = staging_slots(self.store, **slots or {})
         self.gradient_stream = GradientStream(store=self.store, slots=self.slots)
         self.memory = HostTensors()
         shape = tile_shape(

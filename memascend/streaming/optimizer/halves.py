@@ -8,8 +8,8 @@ time may call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 
 from memascend.base.interfaces import TensorIO, Ticket
 from memascend.kernels.halves import cut, join
+from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
 
 #: Chunks have a multiple of so many elements, so that each half of one is whole pages.
@@ -62,22 +63,13 @@ class _Chunk:
         self.low = slot[2 * room : 2 * (room + numel)].view(torch.int16)
         self._flags = slot[4 * room : 8 * room]
         self.weights = slot[8 * room : 8 * room + 4 * numel].view(torch.float32)
-        self.tickets: list[Ticket] = []
+        self.transfers: Pending[Ticket] = Pending()
 
     def flags(self, dtype: torch.dtype) -> torch.Tensor:
         return self._flags[: self.numel * dtype.itemsize].view(dtype)
 
-    def wait(self) -> None:
-        """Wait for all transfers; raise the first error."""
-        tickets, self.tickets = self.tickets, []
-        for number, ticket in enumerate(tickets):
-            try:
-                ticket.wait()
-            except BaseException:
-                for other in tickets[number + 1 :]:
-                    with suppress(Exception):  # the first error is the one to raise
-                        other.wait()
-                raise
+    def add(self, ticket: Ticket) -> None:
+        self.transfers.add(ticket, ticket)
 
 
 class Halves:
@@ -87,14 +79,19 @@ class Halves:
         """Take no slot yet."""
         self._store, self._slots = store, slots
 
-    def joined(self, keys: HalfKeys, begin: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def joined(
+        self, keys: HalfKeys, begin: int, numel: int
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Yield (first element, fp32 weights) of each chunk; valid until the next.
+
+        Close it, since chunks have slots.
 
         Raises:
             StoreError: A read failed.
         """
-        for chunk in self._read_each(keys, begin, numel):
-            yield chunk.begin, chunk.weights
+        with closing(self._read_each(keys, begin, numel)) as chunks:
+            for chunk in chunks:
+                yield chunk.begin, chunk.weights
 
     def write_high(self, keys: HalfKeys, numel: int, key: str) -> None:
         """Write the exact high halves of all weights to a reserved key; wait for it.
@@ -102,10 +99,11 @@ class Halves:
         Raises:
             StoreError: A transfer failed.
         """
-        for chunk in self._read_each(keys, 0, numel):
-            cut(chunk.weights, chunk.high, chunk.low)
-            self._write(chunk, [(key, chunk.high)], 0)
-            chunk.wait()
+        with closing(self._read_each(keys, 0, numel)) as chunks:
+            for chunk in chunks:
+                cut(chunk.weights, chunk.high, chunk.low)
+                self._write(chunk, [(key, chunk.high)], 0)
+                chunk.transfers.wait()
 
     def fill(
         self,
@@ -140,12 +138,13 @@ class Halves:
                 self._write(chunk, [(high, chunk.high), (low, chunk.low)], begin)
             while writing:
                 self._end(writing.popleft())
-        finally:
+        except Exception:
             self._drop(writing)
+            raise
 
     # -- inner -----------------------------------------------------------------------------------
 
-    def _read_each(self, keys: HalfKeys, begin: int, numel: int) -> Iterator[_Chunk]:
+    def _read_each(self, keys: HalfKeys, begin: int, numel: int) -> Generator[_Chunk, None, None]:
         """Yield chunks with joined weights; one more is being read meanwhile."""
         self._slots.submit_all()  # the store does not know of slots that wait for the device
         coming: deque[_Chunk] = deque()
@@ -159,25 +158,26 @@ class Halves:
             while coming:
                 yield self._join(keys, coming[0])
                 self._end(coming.popleft())
-        finally:
+        except (Exception, GeneratorExit):
             self._drop(coming)
+            raise
 
     def _start_read(self, keys: HalfKeys, chunk: _Chunk) -> None:
         read, begin = partial(self._store.read, hold=chunk.slot), chunk.begin
         if keys.low is None:
             chunk.low.zero_()
         else:
-            chunk.tickets.append(read(key=keys.low, target=chunk.low, offset_bytes=2 * begin))
+            chunk.add(read(key=keys.low, target=chunk.low, offset_bytes=2 * begin))
         for key, offset, count, first in keys.high(begin, chunk.numel):
             target = chunk.high.narrow(0, first, count)
-            chunk.tickets.append(read(key=key, target=target, offset_bytes=offset))
+            chunk.add(read(key=key, target=target, offset_bytes=offset))
         if keys.flags is not None:
             flags = chunk.flags(keys.flag_dtype)
             offset = begin * keys.flag_dtype.itemsize
-            chunk.tickets.append(read(key=keys.flags, target=flags, offset_bytes=offset))
+            chunk.add(read(key=keys.flags, target=flags, offset_bytes=offset))
 
     def _join(self, keys: HalfKeys, chunk: _Chunk) -> _Chunk:
-        chunk.wait()
+        chunk.transfers.wait()
         flags = None if keys.flags is None else chunk.flags(keys.flag_dtype)
         join(chunk.high, chunk.low, flags, chunk.weights)
         return chunk
@@ -185,7 +185,7 @@ class Halves:
     def _write(self, chunk: _Chunk, parts: Sequence[tuple[str, torch.Tensor]], begin: int) -> None:
         for key, source in parts:
             offset = (begin + chunk.begin) * source.element_size()
-            chunk.tickets.append(
+            chunk.add(
                 self._store.write(key=key, source=source, offset_bytes=offset, hold=chunk.slot)
             )
 
@@ -198,12 +198,16 @@ class Halves:
 
     def _end(self, chunk: _Chunk) -> None:
         try:
-            chunk.wait()
+            chunk.transfers.wait()
         finally:
-            self._slots.give_back(chunk.slot)
+            if not chunk.transfers:  # else the drive may still use the slot, and the store keeps it
+                self._slots.give_back(chunk.slot)
 
     def _drop(self, chunks: deque[_Chunk]) -> None:
-        """Give slots back after an error, or when a caller stops early."""
+        """Give slots back after an error, or when a caller stops early.
+
+        Not after Ctrl-C: a transfer may have started whose ticket was lost.
+        """
         while chunks:
             with suppress(Exception):  # the first error is the one to raise
                 self._end(chunks.popleft())

@@ -92,7 +92,12 @@ class SubGroup:
         """Return the store's name for the master weights or their low halves, or for a state."""
         if state:
             return f"state.{self.name}.{state}"
-        return f"low.{self.name}" if self.is_split else f"master.{self.name}"
+        return self.low_key if self.is_split else f"master.{self.name}"
+
+    @property
+    def low_key(self) -> str:
+        """The store's name for low halves."""
+        return f"low.{self.name}"
 
     @property
     def high_key(self) -> str:

@@ -8,7 +8,7 @@ sub-groups are stepped nor the optimizer's arithmetic. One thread at a time may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import torch
 
@@ -150,8 +150,9 @@ class SubGroups:
         """Fill a host tensor with a range of the master weights, or of a state, in its dtype."""
         group = self._groups[name]
         if state is None and group.is_split:
-            for first, weights in self._halves.joined(_half_keys(group), begin, target.numel()):
-                target.narrow(0, first - begin, weights.numel()).copy_(weights)
+            with closing(self._halves.joined(_half_keys(group), begin, target.numel())) as parts:
+                for first, weights in parts:
+                    target.narrow(0, first - begin, weights.numel()).copy_(weights)
             return
         if state in group.fills:
             target.fill_(group.fills[state])
@@ -234,20 +235,25 @@ class SubGroups:
             return
         whole = SubGroup(name, group.numel)
         make_anew(self.store, whole.key(), group.numel * self.master_dtype.itemsize)
-        for first, weights in self._halves.joined(_half_keys(group), 0, group.numel):
-            offset = first * self.master_dtype.itemsize
-            self.store.write(key=whole.key(), source=weights, offset_bytes=offset).wait()
-        low = group.key()
+        with closing(self._halves.joined(_half_keys(group), 0, group.numel)) as parts:
+            for first, weights in parts:
+                offset = first * self.master_dtype.itemsize
+                self.store.write(key=whole.key(), source=weights, offset_bytes=offset).wait()
+        if None in group.fills:  # before: whole weights would be read as this value
+            self._write_out(group, None)
         group.become(MasterForm.WHOLE)
-        group.fills.pop(None, None)
-        self.store.discard(key=low)
-        self.discard_unused()
+        self._discard_unused(group)
 
     def discard_unused(self) -> None:
-        """Discard exact high halves that a step has made needless."""
+        """Discard halves that are not needed any more, also those that Ctrl-C has left."""
         for group in self._groups.values():
-            if group.flag_state and group.form is not MasterForm.EXACT:
-                self.store.discard(key=group.high_key)
+            self._discard_unused(group)
+
+    def _discard_unused(self, group: SubGroup) -> None:
+        if group.flag_state and group.form is not MasterForm.EXACT:
+            self.store.discard(key=group.high_key)
+        if group.flag_state and not group.is_split:
+            self.store.discard(key=group.low_key)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -267,8 +273,9 @@ class SubGroups:
         """
         group = self._groups[name]
         if state is None and group.is_split:
-            for _, weights in self._halves.joined(_half_keys(group), 0, group.numel):
-                yield weights.view(torch.uint8)
+            with closing(self._halves.joined(_half_keys(group), 0, group.numel)) as parts:
+                for _, weights in parts:
+                    yield weights.view(torch.uint8)
             return
         stored = self._dtype(group, state)
         for staged in self._slots.stream(
