@@ -47,8 +47,9 @@ from memascend.streaming.optimizer.sub_groups import SubGroups, make_anew
 
 log = logging.getLogger(__name__)
 
-#: Reason to discard a guess.
+#: Reasons to discard a guess.
 CLIPPED = "the norm is above gradient_clipping"
+ADDED = "a backward pass added to a gradient that was final"
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 #: Steps before the first early one: enough to see an event of every step or of every other step.
 WATCHED_COUNT = 2
@@ -153,10 +154,11 @@ class DuringBackward:
 
     def bypass_of(self, step: Step, name: str, offset: int) -> DriveBypass | None:
         """Return tile memory for a gradient that is about to be final; None: to the drive."""
-        if (name, offset) in step.arrived and self._stop_if_watched(
-            "a backward pass added to a gradient that was final"
-        ):
-            return None
+        if (name, offset) in step.arrived:
+            if self._stop_if_watched(ADDED):
+                return None
+            if self._guess is not None:  # else gradients that are kept may arrive again
+                step.doubt = step.doubt or ADDED
         if not step.basis:
             step.basis = self._basis(self._upstream.coming_loss_scale())
             parts = self._early_parts() if self._may_begin(step) else []
