@@ -23,7 +23,7 @@ END_TIMEOUT_S = 240.0
 
 @pytest.mark.parametrize(
     ("verify", "stream", "saves"),
-    [("reads", "master", True), pytest.param("full", "state", False, marks=pytest.mark.full)],
+    [("reads", "low", True), pytest.param("full", "state", False, marks=pytest.mark.full)],
 )
 def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
     tmp_path: Path, verify: str, stream: str, saves: bool

@@ -196,7 +196,10 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         of_parameters = reads.take()
         found["read"]["parameters"] = sum(of_parameters.values()) // STEPS
         passes_bytes = STEPS * options.accumulation * 2 * SHARD_BYTES
-        found["reads_in_a_pass"] = [nbytes / passes_bytes for nbytes in of_parameters.values()]
+        step_bytes = STEPS * SHARD_BYTES  # as high halves of master weights
+        found["reads_in_a_pass"] = [
+            (nbytes - step_bytes) / passes_bytes for nbytes in of_parameters.values()
+        ]
         found["gathers"] = gathers.take(STEPS)
         found["at_once"], gathers.most = gathers.most, 0
         engine.destroy()

@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("drive", type=Path)
-    parser.add_argument("stream", choices=["master", "state"])
+    parser.add_argument("stream", choices=["low", "state"])
     parser.add_argument("--checkpoint", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -260,6 +260,7 @@ def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
         accumulation_dtype=torch.float32,
         master_dtype=torch.float32,
         numels=[5, 7],
+        norm_max=1.0,
     )
     request = planning._request(optimizer, BLOCK, CONFIG)
     assert request.is_tiled == (kind is torch.optim.AdamW)
@@ -287,6 +288,7 @@ def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
         accumulation_dtype=sums,
         master_dtype=master,
         numels=[1 << 20],
+        norm_max=0.0,
     )
     request = planning._request(optimizer, BLOCK, CONFIG)
     plan = derive(ModelShapes("m", (TensorShape("w", (1 << 20,)),)), request=request)
@@ -324,6 +326,7 @@ def test_ranks_plan_for_as_many_drives_as_the_one_that_has_fewest(
         accumulation_dtype=BF16,
         master_dtype=FP32,
         numels=[5],
+        norm_max=0.0,
     )
     block = parse_block({"volumes": [f"/drive{index}" for index in range(6)]})
     request = planning._request(optimizer, block, CONFIG)
