@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_overlap import IN_A_ROW
-from bench_step import CONTENDERS, STOCK, WARMUPS, Contender, trainee_of
+from bench_overlap import parser_of_model, take_turns
+from bench_step import CONTENDERS, STOCK, Contender, trainee_of
 from drive_rate import drive_rate
-from trainee import TOKENS, Sleeping, Trainee, side_by_side
+from trainee import TOKENS, Sleeping, Trainee
 
 from memascend.config.block import parse_block
 from memascend.plan.derive import PlanRequest, derive
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     runs = [
         trainee(name, form, model, options.directory, accelerator) for name, form in FORMS.items()
     ]
-    taken = take_steps(runs, options.rounds or ROUNDS[size])
+    taken = take_turns(runs, options.rounds or ROUNDS[size])
     circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
     config = {"model": model.shape, "accelerator": accelerator}
     for one in runs:
@@ -99,18 +99,6 @@ def trainee(name: str, form: Form, model: Sleeping, directory: Path, accelerator
         accelerator=accelerator,
     )
     return replace(found, options=[*found.options, *form.options])
-
-
-def take_steps(runs: Sequence[Trainee], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """The steps of each run, of each round but the first ones; they start in rotating order."""
-    taken: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
-    with side_by_side(runs):
-        for index in range(WARMUPS + rounds):
-            for one in harness.in_turn(runs, index):
-                step = one.step(IN_A_ROW)
-                if index >= WARMUPS:
-                    taken[one.name].append(step)
-    return taken
 
 
 def figures(
@@ -150,37 +138,8 @@ def plan_of(run: Trainee, model: Sleeping) -> Any:
     return derive(shapes, request=replace(request, has_decay_groups=False))
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = harness.parser(QUESTION)
-    parser.add_argument(
-        "--layer-ms",
-        type=float,
-        nargs=2,
-        metavar=("FORWARD", "BACKWARD"),
-        help="compute of a layer",
-    )
-    parser.add_argument(
-        "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
-    )
-    parser.add_argument("--rounds", type=int, help="that count")
-    parser.add_argument(
-        "--emulated",
-        action="store_true",
-        help="compute is a kernel of the emulated device, and copies run on its streams",
-    )
-    parser.add_argument(
-        "--drive-rate",
-        type=float,
-        nargs=2,
-        metavar=("READ", "WRITE"),
-        help="GB/s that the drive is held to, for all (default: as fast as it is)",
-    )
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
+    options = parser_of_model(QUESTION).parse_args()
     with drive_rate(options.directory, options.drive_rate):
         rows = harness.collect(run(options))
     harness.report("forms", QUESTION, rows, options.out)

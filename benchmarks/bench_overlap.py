@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -314,16 +314,24 @@ def take_steps(
 
     They start in rotating order; the drive is timed before them.
     """
+    drives: list[dict[str, float]] = []
+    taken = take_turns(runs, rounds, lambda: drives.append(time_drive(transfers)))
+    return taken, drives[WARMUPS:]
+
+
+def take_turns(
+    runs: Sequence[Trainee], rounds: int, before_round: Callable[[], object] = lambda: None
+) -> dict[str, list[dict[str, Any]]]:
+    """The steps of each run, of each round but the first ones; they start in rotating order."""
     taken: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
-    drives = []
     with side_by_side(runs):
         for index in range(WARMUPS + rounds):
-            drives.append(time_drive(transfers))
+            before_round()
             for one in harness.in_turn(runs, index):
                 step = one.step(IN_A_ROW)
                 if index >= WARMUPS:
                     taken[one.name].append(step)
-    return taken, drives[WARMUPS:]
+    return taken
 
 
 def figures(
@@ -358,33 +366,20 @@ def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> harness.Spread:
     return harness.spread([our / their for our, their in zip(ours, theirs, strict=True)])
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = harness.parser(QUESTION)
+def parser_of_model(question: str) -> argparse.ArgumentParser:
+    """The arguments of a bench that trains a Sleeping model beside a drive."""
+    parser = harness.parser(question)
     parser.add_argument(
         "--layer-ms",
         type=float,
         nargs=2,
         metavar=("FORWARD", "BACKWARD"),
-        help="compute of a layer (default: 0.3, 1 and 3 times the drive's time)",
+        help="compute of a layer (default: as the bench says)",
     )
     parser.add_argument(
         "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
     )
-    parser.add_argument(
-        "--beside",
-        type=int,
-        nargs=2,
-        metavar=("LAYERS", "WIDTH"),
-        help="of a second model with as many parameters and equal compute; without stock",
-    )
-    parser.add_argument(
-        "--one-pass", action="store_true", help="slices in the place of micro-steps, beside these"
-    )
     parser.add_argument("--rounds", type=int, help="that count")
-    parser.add_argument(
-        "--clipping", type=float, nargs="+", metavar="NORM", help="0: none (default: 1 and 0)"
-    )
     parser.add_argument(
         "--emulated",
         action="store_true",
@@ -396,6 +391,25 @@ def arguments() -> argparse.Namespace:
         nargs=2,
         metavar=("READ", "WRITE"),
         help="GB/s that the drive is held to, for all (default: as fast as it is)",
+    )
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; layers compute for 0.3, 1 and 3 times the drive's time by default."""
+    parser = parser_of_model(QUESTION)
+    parser.add_argument(
+        "--beside",
+        type=int,
+        nargs=2,
+        metavar=("LAYERS", "WIDTH"),
+        help="of a second model with as many parameters and equal compute; without stock",
+    )
+    parser.add_argument(
+        "--one-pass", action="store_true", help="slices in the place of micro-steps, beside these"
+    )
+    parser.add_argument(
+        "--clipping", type=float, nargs="+", metavar="NORM", help="0: none (default: 1 and 0)"
     )
     return parser.parse_args()
 

@@ -341,7 +341,10 @@ def _free_space(path: Path) -> Check:
         )
         return Check("disk", "note", found, "name several directories on it in volumes, to use all")
     if free < FREE_BYTES_COMFORTABLE:
-        fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"
+        fix = (
+            "plan for 14 bytes per parameter in bf16: weights, master weights, Adam's states, "
+            "gradients; for 26 with steps during backward"
+        )
         return Check("disk", "note", found, fix)
     return Check("disk", "ok", found)
 

@@ -53,6 +53,5 @@ def advise_muon(shapes: ModelShapes, settings: DeepSpeedSettings) -> str:
     return (
         f"{found}, and the norm of Muon's updates is about {norm:,.0f} for this model: each step, "
         f"and the gradients of parameters that Adam steps, would be divided by about "
-        f"{norm / clipping:,.0f}. Muon clips what is no gradient. Set it to 0 (max_grad_norm=0 in "
-        f"a Trainer), or above {norm:,.0f}"
+        f"{norm / clipping:,.0f}. Set it to 0 (max_grad_norm=0 in a Trainer), or above {norm:,.0f}"
     )

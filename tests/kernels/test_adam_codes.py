@@ -16,6 +16,7 @@ import torch
 from memascend import _core
 from memascend.kernels import codes, halves, remainders
 from memascend.kernels.adam import AdamCoefficients, make_rounding_key, update
+from tests.support.adam_steps import USUAL
 
 ISAS = _core.kernel_isas()
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,17 +26,6 @@ BOTH, FIRST = (torch.int8, torch.uint8), (torch.int8, BF16)
 MOMENTS = (BOTH, FIRST)
 #: Dtypes of weights: whole, low halves, remainders.
 WEIGHTS = (FP32, torch.int16, torch.int8)
-USUAL = {
-    "factor": 1 / 3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "take1": 0.1,
-    "take2": 0.001,
-    "root_scale": 1.7,
-    "epsilon": 1e-8,
-    "step_size": -1e-2,
-    "weight_decay": -1e-3,
-}
 #: The first moment becomes the gradient, the second its square; weights stay as they are.
 COPY = {
     "factor": 1.0,

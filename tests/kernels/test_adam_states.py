@@ -14,6 +14,7 @@ import torch
 
 from memascend import _core
 from memascend.kernels.adam import AdamCoefficients, make_rounding_key, update
+from tests.support.adam_steps import USUAL
 
 ISAS = _core.kernel_isas()
 BF16 = torch.bfloat16
@@ -21,17 +22,6 @@ KEY = make_rounding_key(1, 2, 3)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: From 1 to the next number in bf16; and how far fp32's own rounding may be off, in such places.
 PLACE, FP32_ERROR = 2.0**-7, 1e-4
-USUAL = {
-    "factor": 1 / 3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "take1": 0.1,
-    "take2": 0.001,
-    "root_scale": 1.7,
-    "epsilon": 1e-8,
-    "step_size": -1e-2,
-    "weight_decay": -1e-3,
-}
 #: Weights stay as they are, and moments too: minus zero is added to them.
 IDLE = {
     "factor": 1.0,

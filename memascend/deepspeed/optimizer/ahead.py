@@ -75,7 +75,7 @@ class NothingAhead:
         """Return no tiles."""
         return {}, ""
 
-    def explain(self, reason: str) -> None:
+    def note_decided(self, step: Step, reason: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -203,8 +203,7 @@ class DuringBackward:
             return {}, ""
         changed = _difference(step.basis, self._basis(self._upstream.loss_scale))
         reason = step.doubt or (changed and f"{changed} between backward and step()")
-        is_within = as_number(step.factor) == 1.0 / self._upstream.loss_scale
-        if self._has_parts and not is_within:
+        if self._has_parts and not self._is_within(step):
             reason = reason or CLIPPED
         if reason:
             self._tiles.close()
@@ -216,9 +215,6 @@ class DuringBackward:
         elif changed and self._stop_if_watched(reason):
             return {}, reason
         self._note_missing(step)
-        if self._guess is not None:
-            guessed, right = self._has_parts, not reason
-            self._guess.note(is_within=is_within, was_guessed=guessed, was_right=right)
         return ({}, reason) if reason else (begins, "")
 
     def _note_missing(self, step: Step) -> None:
@@ -227,8 +223,18 @@ class DuringBackward:
             self._may_miss |= {(name, offset) for _, offset, _ in ranges} - step.arrived
         self._watched_count += 1
 
-    def explain(self, reason: str) -> None:
-        """Tell why no tile was stepped early this time, if there is a reason."""
+    def _is_within(self, step: Step) -> bool:
+        """Return whether nothing is clipped: the factor is the one of early steps."""
+        return as_number(step.factor) == 1.0 / self._upstream.loss_scale
+
+    def note_decided(self, step: Step, reason: str) -> None:
+        """Count a guess, and tell why no tile was stepped early, if there is a reason."""
+        if self._guess is not None and step.basis:
+            self._guess.note(
+                is_within=self._is_within(step),
+                was_guessed=self._has_parts,
+                was_right=not reason,
+            )
         if reason and (self._has_parts or self._guess is None):
             level = logging.WARNING if self._guess is None else logging.DEBUG
             log.log(level, "memascend: no tile is stepped during backward this time: %s", reason)

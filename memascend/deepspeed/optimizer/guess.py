@@ -13,8 +13,8 @@ from memascend.ledger.guesses import Guesses
 
 #: A step is guessed to be within the limit if so many before it were.
 WITHIN_COUNT = 4
-#: No guess while so many of the last steps were guessed wrong, one in eight: on a drive whose
-#: writes decide, more cost more time than right guesses save.
+#: No guess while so many of the last steps were guessed wrong. The share at which guesses stop
+#: paying is above this where reads decide, and far below it where writes do (docs/benchmarks.md).
 WRONG_COUNT_MAX, WATCHED_COUNT = 8, 64
 
 

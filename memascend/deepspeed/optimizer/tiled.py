@@ -277,7 +277,7 @@ class TiledSteps:
             early, reason = {}, reason or "the optimizer has to make this step by itself"
         check_gradients(self._upstream, self.runtime, early, reason)
         self.masters.make_whole(step.updates)
-        self._ahead.explain(reason)
+        self._ahead.note_decided(step, reason)
         self.early_tile_count += sum(map(len, early.values()))
         order = forward_order(self._upstream) if step.in_background else numbers
         names = self._upstream.names

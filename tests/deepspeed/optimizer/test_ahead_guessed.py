@@ -83,6 +83,7 @@ def test_nothing_that_changes_between_backward_and_step_is_refused(
         all_early(optimizer)
         change(optimizer)
         step(optimizer, norm=norm)
+        assert optimizer is late or counts(guessing) == (0, 1)
         train(optimizer, range(5, 7), norm=WITHIN)
     assert_equal(guessing, late)
 
