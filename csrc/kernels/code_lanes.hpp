@@ -22,7 +22,8 @@ struct Scale {
     if (largest >= kInfinity) {
       value = std::numeric_limits<float>::quiet_NaN();
     } else if (largest != 0) {
-      value = std::max(std::bit_cast<float>(largest) * (1.0f / most), least);
+      // Divided: the largest decoded moment gives back the same scale.
+      value = std::max(std::bit_cast<float>(largest) / most, least);
       inverse = 1.0f / value;
     }
   }

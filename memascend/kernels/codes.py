@@ -43,8 +43,8 @@ def encode(
 
     The result depends on the values, `rounding_key` and `first_index` alone. With a key a code is
     rounded up or down at random, so that its expected value is the moment; a block that is encoded
-    as the step would encode it takes the step's key. Decoded moments keep their codes, and a scale
-    its value within one last place, with any key and with none.
+    as the step would encode it takes the step's key. Decoded moments keep their codes and their
+    scales, with any key and with none; a scale whose codes are all zero becomes zero.
 
     Args:
         values: Moments in fp32; the first of them is the first of a scale.
