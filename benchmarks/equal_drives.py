@@ -190,6 +190,7 @@ def _adam(
     factor: float,
     weight: torch.Tensor,
     values: dict[str, Any],
+    scales: None,
     output: torch.Tensor | None,
 ) -> None:
     moments = {name: values[name] for name in MOMENTS}

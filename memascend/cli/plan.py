@@ -59,7 +59,7 @@ from memascend.plan.context import DeviceSettings, Training, widths_of
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.muon import advise_muon
-from memascend.plan.optimizer_dtypes import INEXACT, check_masters, check_state_dtype, keeps_bf16
+from memascend.plan.optimizer_dtypes import check_fewer, check_masters, fewer_bits, inexactness
 from memascend.plan.release import check_release
 from memascend.plan.request import (
     check_limit_can_be_kept,
@@ -229,7 +229,7 @@ def _accounts(
         settings, block=block, world=args.world, local_world=ranks_of_node(args)
     )
     check_limit_can_be_kept(block, settings)
-    check_state_dtype(block, settings)
+    check_fewer(block, settings)
     check_masters(block, settings)
     check_release(block, settings)
     limit_bytes = _limit(block, args)
@@ -448,8 +448,8 @@ def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list
         )
     if reason := why_not_during_backward(block, settings):
         notes.append(f"streaming.optimizer.during_backward has no effect: {reason}")
-    if keeps_bf16(block):
-        notes.append(f"inexact: {INEXACT}")
+    if fewer_bits(block):
+        notes.append(f"inexact: {inexactness(block)}")
     return notes
 
 

@@ -159,7 +159,7 @@ def _fewer_writes(
     if not request.during_backward and not why_not_during_backward(early, settings):
         changed = request.param_itemsize + request.stored_master_itemsize + request.states_bytes
         key = "streaming.optimizer.during_backward"
-        name = f"{key}, for {changed} bytes more a parameter on the drive"
+        name = f"{key}, for {changed:.3g} bytes more a parameter on the drive"
         yield replace(request, during_backward=True), limit, name
     more = (plan.host_bytes if limit is None else limit) + MORE_BYTES
     yield request, more, f"{format_nbytes(MORE_BYTES)} more of host_memory_limit"

@@ -66,6 +66,6 @@ def _key_bytes(
             sizes.append((numel * request.stored_master_itemsize, values))
             if request.splits_master:
                 sizes.append((numel * request.param_itemsize, high_halves))
-            sizes.append((numel * request.state_itemsize, values * request.states))
+            sizes += [(nbytes, values) for nbytes in request.states_keys(numel)]
     exact = sum(nbytes * count for nbytes, count in sizes)
     return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

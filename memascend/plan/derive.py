@@ -8,6 +8,7 @@ With a limit, the largest sizes that fit are chosen; knobs.py defines the order 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,7 +177,7 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
         PARAMETERS: sum(_shards_bytes(shapes, request)) if has_parameters else 0,
         GRADIENTS: learning * request.gradient_itemsize,
         MASTER: learning * request.stored_master_itemsize,
-        STATE: learning * request.states_bytes,
+        STATE: math.ceil(learning * request.states_bytes),
     }
 
 
@@ -221,7 +222,7 @@ def _early_numel(shapes: ModelShapes, request: PlanRequest, resident: Mapping[st
         return 0
     kept_numel = max(
         resident.get(MASTER, 0) / request.stored_master_itemsize,
-        resident.get(STATE, 0) / max(1, request.states_bytes),
+        resident.get(STATE, 0) / (request.states_bytes or 1),
     )
     begin, early_numel = 0, 0
     for numel in sub_group_numels(shapes, request):
@@ -347,12 +348,12 @@ def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[s
     master = request.master_itemsize
     found = {}
     if knobs.tile_numel and not request.has_known_start:
-        nbytes = knobs.tile_numel * request.states_bytes
+        nbytes = math.ceil(knobs.tile_numel * request.states_bytes)
         found["torch: optimizer state of one tile, first step"] = nbytes
     if request.parameters_device == "cpu":
         found["DeepSpeed: parameters on the CPU"] = sum(_shards_bytes(shapes, request))
     if request.optimizer_device == "cpu":
         # Master weights, states, gradients in their dtype, and the flat buffer of gradients.
         per_element = 2 * master + request.states_bytes + request.gradient_itemsize
-        found["DeepSpeed: optimizer and gradients on the CPU"] = learning * per_element
+        found["DeepSpeed: optimizer and gradients on the CPU"] = math.ceil(learning * per_element)
     return found

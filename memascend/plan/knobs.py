@@ -105,11 +105,17 @@ class Knobs:
         return {
             BOUNCE_BUFFERS: BOUNCE_BYTES,
             **dict.fromkeys(slot_sets(request), self.staging_slot_count * self.staging_slot_bytes),
-            OPTIMIZER_TILES: self.tile_numel * tiles_element_bytes(request, self.tile_count),
+            OPTIMIZER_TILES: self._tiles_bytes(request),
             OPTIMIZER_SCRATCH: self.tile_numel * scratch_element_bytes(request),
             PARAMETER_SLOTS: self.layer_bytes + self.prefetch_bytes,
             **checksums,
         }
+
+    def _tiles_bytes(self, request: PlanRequest) -> int:
+        nbytes = math.ceil(self.tile_numel * tiles_element_bytes(request, self.tile_count))
+        # Each tile has whole pages of scales.
+        scales_bytes = math.ceil(self.tile_numel * (request.states_bytes % 1))
+        return nbytes + self.tile_count * (page_up(scales_bytes) - scales_bytes)
 
     def host_bytes(self, request: PlanRequest) -> int:
         """Return the bytes of these components together."""
@@ -127,13 +133,13 @@ def slot_sets(request: PlanRequest) -> tuple[str, ...]:
     return (STAGING_SLOTS, ACTIVATION_SLOTS) if request.has_activations else (STAGING_SLOTS,)
 
 
-def tiles_element_bytes(request: PlanRequest, tile_count: int) -> int:
+def tiles_element_bytes(request: PlanRequest, tile_count: int) -> float:
     """Return host bytes of all tiles and spare blocks, per element of a tile.
 
     A tile has weight, states, gradient and 16-bit result; a spare block a gradient.
     """
     is_cast = casts(request.precision, request.master_dtype)
-    values = request.master_itemsize + request.states_bytes
+    values: float = request.master_itemsize + request.states_bytes
     values += request.param_itemsize if is_cast else 0
     gradients = tile_count + spare_count(request, tile_count)
     return tile_count * values + gradients * request.gradient_itemsize
@@ -318,16 +324,19 @@ def _shrink_moving(least: _Least, knobs: Knobs, request: PlanRequest, excess_byt
     sets = len(slot_sets(request))
     staging_bytes = sets * knobs.staging_slot_count * knobs.staging_slot_bytes
     room_bytes = knobs.tile_numel * numel_bytes + staging_bytes - excess_bytes
+    if request.states_bytes % 1:  # pages of scales that are not full
+        room_bytes -= knobs.tile_count * PAGE_BYTES
     if knobs.tile_numel and request.tile_bytes is None and request.is_tiled:
         tiles = math.sqrt(TILE_TO_CHUNK_COST * numel_bytes)
         staging = math.sqrt(sets * knobs.staging_slot_count * request.gradient_itemsize)
         wanted_bytes = int(room_bytes * staging / (tiles + staging))
         least_bytes = sets * least.slot_count * least.slot_bytes
         wanted_bytes = max(least_bytes, min(staging_bytes, wanted_bytes))
-        kept = (room_bytes - wanted_bytes) // numel_bytes // TILE_NUMEL_STEP * TILE_NUMEL_STEP
+        kept = int((room_bytes - wanted_bytes) // numel_bytes)
+        kept = kept // TILE_NUMEL_STEP * TILE_NUMEL_STEP
         kept = min(knobs.tile_numel, max(least.tile_numel, kept))
         knobs = dataclasses.replace(knobs, tile_numel=kept)
-    kept_bytes = (room_bytes - knobs.tile_numel * numel_bytes) // sets
+    kept_bytes = int(room_bytes - knobs.tile_numel * numel_bytes) // sets
     count = knobs.staging_slot_count
     slot_bytes = min(knobs.staging_slot_bytes, page_down(kept_bytes // count))
     if slot_bytes < least.slot_bytes:

@@ -6,7 +6,8 @@ those that only the live optimizer shows are refused by its caller, with the sam
 Master weights in 16 bits (DeepSpeed's sections bf16 and fp16) are stepped in tiles by DeepSpeed's
 own operator, which is bit-identical to CPU offload. DeepSpeed's swapper of whole sub-groups is not:
 all of its buffers have the master weights' dtype, so it rounds Adam's fp32 moments to that in every
-step. Adam's moments in bf16 are `streaming.optimizer.state_dtype`.
+step. Fewer bits of Adam's moments are `streaming.optimizer.state_dtype`, and of master weights
+`streaming.optimizer.master_dtype`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 
 FP32, BF16, FP16 = "fp32", "bf16", "fp16"
+#: Moments in codes of 8 bits; the second one in bf16.
+INT8, INT8_BF16 = "int8", "int8/bf16"
+#: Master weights as a bf16 parameter and 8 bits.
+BF16_8 = "bf16+8"
 #: By section of the DeepSpeed JSON.
 _KEYS = {
     **dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads"),
     "fp16": "fp16_master_weights_and_grads",
 }
-#: Shown with every such run.
-INEXACT = (
-    'streaming.optimizer.state_dtype "bf16": Adam\'s moments are rounded to bf16 in every step, so '
-    "losses and weights are not those of fp32 states"
-)
 #: Names in the DeepSpeed JSON that become DeepSpeedCPUAdam.
 _OPTIMIZERS = ("adamw", "adam")
 
@@ -46,16 +46,27 @@ def master_dtype(settings: DeepSpeedSettings) -> str:
 
 def state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
     """Return the dtype of each state: fp32, unless the settings ask for another one."""
-    if keeps_bf16(block):
-        return BF16
+    narrow = block.streaming.optimizer.state_dtype
+    if narrow != FP32:
+        return narrow
     asked = any(half.bf16_optimizer_states for half in settings.halves.values())
     follows = asked or not settings.adam.fp32_optimizer_states
     return master_dtype(settings) if follows else FP32
 
 
-def keeps_bf16(block: MemAscendConfig) -> bool:
-    """Return whether states in bf16 are asked for."""
-    return block.streaming.optimizer.state_dtype == "bf16"
+def fewer_bits(block: MemAscendConfig) -> str:
+    """Return the settings that round values in every step, as key="value"; empty if none does."""
+    optimizer = block.streaming.optimizer
+    asked = {"state_dtype": optimizer.state_dtype, "master_dtype": optimizer.master_dtype}
+    return " and ".join(f'{key}="{value}"' for key, value in asked.items() if value != FP32)
+
+
+def inexactness(block: MemAscendConfig) -> str:
+    """Return the text that is shown with every run of `fewer_bits`."""
+    return (
+        f"streaming.optimizer.{fewer_bits(block)} rounds values of the optimizer in every step, "
+        "so losses and weights are not those of fp32"
+    )
 
 
 # -- master weights in 16 bits ---------------------------------------------------------------------
@@ -84,36 +95,58 @@ def check_masters(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     }.items():
         if not is_on:
             raise refusal_of_masters(key, f"memascend.{needed}.enabled is false", "Turn it on")
-    if keeps_bf16(block):
-        found = 'memascend.streaming.optimizer.state_dtype="bf16" needs master weights in fp32'
-        raise refusal_of_masters(key, found, "Leave state_dtype out")
+    if fewer := fewer_bits(block):
+        found = f"memascend.streaming.optimizer.{fewer} needs master weights in fp32"
+        raise refusal_of_masters(key, found, f"Leave {_keys(fewer)} out")
 
 
-# -- states in bf16 --------------------------------------------------------------------------------
+# -- fewer bits ------------------------------------------------------------------------------------
 
 
-def refusal_of_bf16(found: str, remedy: str) -> ConfigError:
-    """Return the error for states in bf16: the setting that conflicts, and the remedy."""
+def refusal_of_fewer(fewer: str, found: str, remedy: str) -> ConfigError:
+    """Return the error for `fewer_bits`: the setting that conflicts, and the remedy."""
     return ConfigError(
-        'memascend.streaming.optimizer.state_dtype="bf16" needs DeepSpeedCPUAdam, stepped in one '
-        f"pass in tiles: {found}. {remedy}, or leave state_dtype out"
+        f"memascend.streaming.optimizer.{fewer} needs DeepSpeedCPUAdam, stepped in one pass in "
+        f"tiles: {found}. {remedy}, or leave {_keys(fewer)} out"
     )
 
 
-def check_state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
+def check_fewer(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     """Raise ConfigError unless DeepSpeedCPUAdam steps on a drive, through direct_nvme."""
-    if not keeps_bf16(block):
+    fewer = fewer_bits(block)
+    if not fewer:
         return
     where = settings.zero_optimization.offload_optimizer.device
     if where != "nvme":
-        raise refusal_of_bf16(
-            f"zero_optimization.offload_optimizer.device is {where!r}", 'Set it to "nvme"'
-        )
+        found = f"zero_optimization.offload_optimizer.device is {where!r}"
+        raise refusal_of_fewer(fewer, found, 'Set it to "nvme"')
     if not block.direct_nvme.enabled:
-        raise refusal_of_bf16("memascend.direct_nvme.enabled is false", "Turn it on")
+        raise refusal_of_fewer(fewer, "memascend.direct_nvme.enabled is false", "Turn it on")
     found, remedy = why_not_cpu_adam(settings)
     if found:
-        raise refusal_of_bf16(found, remedy)
+        raise refusal_of_fewer(fewer, found, remedy)
+    if block.streaming.optimizer.master_dtype == BF16_8:
+        _check_parameters(settings)
+
+
+def _check_parameters(settings: DeepSpeedSettings) -> None:
+    """Raise ConfigError unless parameters may be a part of master weights."""
+    where = settings.zero_optimization.offload_param.device
+    found = ""
+    if settings.precision != BF16:
+        found, remedy = f"they are in {settings.precision}", "Turn bf16 on"
+    elif where != "nvme":
+        found = f"zero_optimization.offload_param.device is {where!r}"
+        remedy = 'Set it to "nvme"'
+    if found:
+        raise ConfigError(
+            f'memascend.streaming.optimizer.master_dtype="{BF16_8}" stores 8 bits beside bf16 '
+            f"parameters on the drive: {found}. {remedy}, or leave master_dtype out"
+        )
+
+
+def _keys(fewer: str) -> str:
+    return " and ".join(part.partition("=")[0] for part in fewer.split(" and "))
 
 
 def why_not_cpu_adam(settings: DeepSpeedSettings) -> tuple[str, str]:

@@ -21,7 +21,10 @@ from memascend.config.deepspeed import (
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import (
     BF16,
+    BF16_8,
     FP32,
+    INT8,
+    INT8_BF16,
     master_dtype,
     narrow_key,
     state_dtype,
@@ -32,6 +35,10 @@ from memascend.plan.window import WindowBytes
 
 #: Bytes of an element, by the names of dtypes. Only a live model is in fp64.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+#: Elements that share the scale of a moment in codes (`kernels.codes`), and a scale's bytes.
+SCALE_NUMEL, SCALE_BYTES = 128, 4
+#: Bytes of both of Adam's moments in codes, without scales, and number of those with scales.
+_CODED = {INT8: (1 + 1, 2), INT8_BF16: (1 + 2, 1)}
 #: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.
 NEEDS_WHOLE_GRADIENTS = "Muon needs whole gradients"
 LEAVES_A_PART = "offload_optimizer.ratio leaves a part of it on the device"
@@ -43,7 +50,7 @@ _ZERO = ZeroOptimization()
 class PlanRequest:
     """All inputs of the plan except the model.
 
-    Dtypes have the names of ITEMSIZES.
+    Dtypes have the names of ITEMSIZES; `state_dtype` may be a form with codes, too.
     """
 
     world: int = 1  # ranks that share the model
@@ -56,6 +63,7 @@ class PlanRequest:
     #: Whether a master weight is stored as what its bf16 parameter lacks, if there is one on the
     #: drive. Only DeepSpeedCPUAdam in one pass can.
     wants_split_master: bool = True
+    low_itemsize: int = 2  # bytes of that
     optimizer: str = Optimizer().type  # its name in the DeepSpeed JSON, or the name of its class
     state_count: int | None = None  # tensors of state per parameter; None: from the table, by name
     #: Whether a sub-group may be stepped in tiles; None: from the table, by name.
@@ -103,9 +111,10 @@ class PlanRequest:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         dtypes = ("arriving", "accumulation", "master", "state")
         for name in ("precision", *(f"{kind}_dtype" for kind in dtypes)):
-            if (getattr(self, name) or self.precision) not in ITEMSIZES:
+            allowed = [*ITEMSIZES, *(_CODED if name == "state_dtype" else ())]
+            if (getattr(self, name) or self.precision) not in allowed:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(ITEMSIZES)}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
         for name in ("parameters_device", "optimizer_device"):
             if getattr(self, name) not in DEVICES:
@@ -145,12 +154,7 @@ class PlanRequest:
     @property
     def stored_master_itemsize(self) -> int:
         """Bytes of a master weight on the drive, without those of a parameter."""
-        return self.master_itemsize - self.param_itemsize * self.splits_master
-
-    @property
-    def state_itemsize(self) -> int:
-        """Bytes of an element of each state."""
-        return ITEMSIZES[self.state_dtype]
+        return self.low_itemsize if self.splits_master else self.master_itemsize
 
     @property
     def window(self) -> WindowBytes:
@@ -167,9 +171,20 @@ class PlanRequest:
         return state_count_of(self.optimizer) if self.state_count is None else self.state_count
 
     @property
-    def states_bytes(self) -> int:
-        """Bytes of all states for each parameter."""
-        return self.states * self.state_itemsize
+    def states_bytes(self) -> float:
+        """Bytes of all states for each parameter, those of scales included; exact."""
+        if self.state_dtype in _CODED:
+            codes_bytes, scales = _CODED[self.state_dtype]
+            return codes_bytes + scales * SCALE_BYTES / SCALE_NUMEL
+        return self.states * ITEMSIZES[self.state_dtype]
+
+    def states_keys(self, numel: int) -> list[int]:
+        """Return the bytes of each key of the states of so many elements."""
+        if self.state_dtype not in _CODED:
+            return [numel * ITEMSIZES[self.state_dtype]] * self.states
+        codes_bytes, scales = _CODED[self.state_dtype]
+        scales_bytes = -(-numel // SCALE_NUMEL) * SCALE_BYTES * scales
+        return [numel, numel * (codes_bytes - 1), scales_bytes]
 
     @property
     def is_tiled(self) -> bool:
@@ -240,6 +255,7 @@ class PlanRequest:
             master_dtype=master_dtype(settings),
             state_dtype=state_dtype(block, settings),
             wants_split_master=steps.split_master and _steps_in_one_pass(block, settings),
+            low_itemsize=1 if steps.master_dtype == BF16_8 else 2,
             tile_bytes=steps.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             gradient_room_bytes=block.streaming.gradients.device_bytes,

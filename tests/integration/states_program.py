@@ -1,7 +1,8 @@
-"""Trains with Adam's moments in bf16, goes on from checkpoints, and prints what it found as JSON.
+"""Trains with fewer bits in the optimizer, goes on from checkpoints, and prints what it found.
 
-Started by test_states.py. Every engine has a name; of each there are the losses, and digests of
-master weights and moments as accessors give them.
+Started by test_states.py with the dtypes of moments and of master weights; prints JSON.
+Every engine has a name; of each there are the losses, and digests of master weights and moments as
+accessors give them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trainer:
     """Makes one engine after the other in a folder, and keeps what was found of each."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, form: dict[str, str]) -> None:
+        self.folder, self.form = folder, form
         self.found: dict[str, Any] = {}
 
     def run(
         self,
         name: str,
-        state_dtype: str,
         first: int,
         last: int,
         *,
@@ -45,24 +46,25 @@ class Trainer:
         universal: bool = False,
         save: bool = False,
         is_stock: bool = False,
+        is_fp32: bool = False,
         optimizer_keys: dict[str, Any] | None = None,
     ) -> None:
         """Train from one step to another, after a load if told so; save under the own name.
 
         Args:
             name: Of the engine.
-            state_dtype: Of its moments.
             first: Step that it begins with.
             last: Step before which it ends.
             load: Name of a checkpoint.
             universal: Whether that is a universal one.
             save: Whether it saves one.
             is_stock: Whether it is DeepSpeed's own CPU offload.
+            is_fp32: Whether all is in fp32.
             optimizer_keys: Further keys of `streaming.optimizer`.
         """
         drive = self.folder / name
         drive.mkdir()
-        keys = {"state_dtype": state_dtype} | (optimizer_keys or {})
+        keys = ({} if is_fp32 else self.form) | (optimizer_keys or {})
         block = BLOCK | {"streaming": {"optimizer": keys}}
         config = training_config(drive, block, 1) | {"gradient_clipping": 0.0}
         if universal:
@@ -126,22 +128,22 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     with tempfile.TemporaryDirectory(dir=".") as name:
-        trainer = Trainer(Path(name))
+        trainer = Trainer(Path(name), {"state_dtype": sys.argv[1], "master_dtype": sys.argv[2]})
         checkpoints = trainer.folder / "checkpoints"
-        trainer.run("fp32", "fp32", 0, SAVED_AT, save=True)
-        trainer.run("whole", "bf16", 0, STEPS)
+        trainer.run("fp32", 0, SAVED_AT, save=True, is_fp32=True)
+        trainer.run("whole", 0, STEPS)
         small_tiles = {"tile_bytes": 64 << 10, "during_backward": True}
-        trainer.run("small tiles", "bf16", 0, STEPS, optimizer_keys=small_tiles)
-        trainer.run("half", "bf16", 0, SAVED_AT, save=True)
-        trainer.run("resumed", "bf16", SAVED_AT, STEPS, load="half")
-        trainer.run("widened", "fp32", SAVED_AT, STEPS, load="half")
-        trainer.run("rounded", "bf16", SAVED_AT, STEPS, load="fp32")
-        trainer.run("stock", "fp32", SAVED_AT, STEPS, load="half", is_stock=True)
+        trainer.run("small tiles", 0, STEPS, optimizer_keys=small_tiles)
+        trainer.run("half", 0, SAVED_AT, save=True)
+        trainer.run("resumed", SAVED_AT, STEPS, load="half")
+        trainer.run("widened", SAVED_AT, STEPS, load="half", is_fp32=True)
+        trainer.run("rounded", SAVED_AT, STEPS, load="fp32")
+        trainer.run("stock", SAVED_AT, STEPS, load="half", is_stock=True)
         write_universal(checkpoints / "half", checkpoints / "universal")
         files = (checkpoints / "universal" / "zero").glob("*/exp_avg*.pt")
         dtypes = {str(torch.load(path, weights_only=False).dtype) for path in files}
         trainer.found["universal dtypes"] = sorted(dtypes)
-        trainer.run("universal run", "bf16", SAVED_AT, STEPS, load="universal", universal=True)
+        trainer.run("universal run", SAVED_AT, STEPS, load="universal", universal=True)
     print(json.dumps(trainer.found))
     leave()
 

@@ -1,7 +1,9 @@
-"""Training with Adam's moments in bf16: near fp32, exact when resumed, and changed both ways."""
+"""Training with fewer bits in the optimizer: near fp32, exact when resumed, changed both ways."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,34 @@ PROGRAM = Path(__file__).with_name("states_program.py")
 pytestmark = pytest.mark.deepspeed
 
 
+#: Dtypes of moments, and of master weights.
+FORMS = [("bf16", "fp32"), ("int8", "fp32"), ("int8", "bf16+8"), ("int8/bf16", "bf16+8")]
+#: Dtypes of moments as they are read.
+READ = {
+    "bf16": {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"},
+    "int8": {"exp_avg": "float32", "exp_avg_sq": "float32"},
+    "int8/bf16": {"exp_avg": "float32", "exp_avg_sq": "bfloat16"},
+}
+
+
 @pytest.fixture(scope="module")
-def found(run_program: RunProgram) -> dict[str, Any]:
-    """What every engine of the program left."""
-    content: dict[str, Any] = run_program(str(PROGRAM))
-    return content
+def run_form(run_program: RunProgram) -> Callable[[tuple[str, str]], dict[str, Any]]:
+    """Returns what every engine of the program left, for a form."""
+
+    @functools.cache
+    def run(form: tuple[str, str]) -> dict[str, Any]:
+        content: dict[str, Any] = run_program(str(PROGRAM), *form)
+        return content | {"form": form}
+
+    return run
+
+
+@pytest.fixture(params=FORMS, ids=" ".join)
+def found(
+    request: pytest.FixtureRequest, run_form: Callable[[tuple[str, str]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The same for each form."""
+    return run_form(request.param)
 
 
 def of_kind(digests: dict[str, str], *kinds: str) -> dict[str, str]:
@@ -30,8 +55,8 @@ def of_kind(digests: dict[str, str], *kinds: str) -> dict[str, str]:
     }
 
 
-def test_moments_lie_on_the_drive_in_bf16_and_accessors_widen_them(found: dict[str, Any]) -> None:
-    expected = {"None": "float32", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"}
+def test_a_checkpoint_gets_bf16_or_fp32_and_accessors_give_fp32(found: dict[str, Any]) -> None:
+    expected = {"None": "float32"} | READ[found["form"][0]]
     stored = {state: dtype.removeprefix("torch.") for state, dtype in found["whole"]["stored"]}
     assert stored == expected
     assert all(value.startswith("torch.float32 ") for value in found["whole"]["end"].values())
@@ -57,11 +82,11 @@ def test_neither_tiles_nor_when_they_are_stepped_show(found: dict[str, Any]) -> 
     assert small["early tiles"] > whole["early tiles"] == 0
 
 
-def test_moments_in_bf16_are_widened_by_a_run_in_fp32(found: dict[str, Any]) -> None:
+def test_moments_are_widened_by_a_run_in_fp32(found: dict[str, Any]) -> None:
     widened = found["widened"]
     assert widened["start"] == found["half"]["end"]
     assert {dtype for _, dtype in widened["stored"]} == {"torch.float32"}
-    # It goes on in fp32: its moments are no bf16 numbers any more.
+    # It goes on in fp32: its moments are not what it was given any more.
     kinds = ("exp_avg", "exp_avg_sq")
     rounded = of_kind(widened["end"], *(f"{kind} rounded" for kind in kinds))
     assert of_kind(widened["end"], *kinds) != rounded
@@ -72,7 +97,10 @@ def test_cpu_offload_widens_them_as_well(found: dict[str, Any]) -> None:
     assert len(found["stock"]["losses"]) == len(found["resumed"]["losses"])
 
 
-def test_moments_in_fp32_are_rounded_to_nearest_by_a_run_in_bf16(found: dict[str, Any]) -> None:
+def test_moments_in_fp32_are_rounded_to_nearest_by_a_run_in_bf16(
+    run_form: Callable[[tuple[str, str]], dict[str, Any]],
+) -> None:
+    found = run_form(FORMS[0])
     start, saved = found["rounded"]["start"], found["fp32"]["end"]
     kinds = ("exp_avg", "exp_avg_sq")
     assert of_kind(start, *kinds) == of_kind(saved, *(f"{kind} rounded" for kind in kinds))
@@ -80,7 +108,7 @@ def test_moments_in_fp32_are_rounded_to_nearest_by_a_run_in_bf16(found: dict[str
     assert of_kind(start, "master") == of_kind(saved, "master")
 
 
-def test_a_universal_checkpoint_has_fp32_and_gives_a_run_in_bf16_the_same(
+def test_a_universal_checkpoint_has_fp32_and_gives_a_run_the_same(
     found: dict[str, Any],
 ) -> None:
     assert found["universal dtypes"] == ["torch.float32"]

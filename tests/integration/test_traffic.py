@@ -28,6 +28,8 @@ TRAININGS = [
     ("--no-limit", "--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
     ("--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
     ("--recomputes", "--state-dtype", "bf16"),
+    ("--no-limit", "--recomputes", "--state-dtype", "int8"),
+    ("--recomputes", "--state-dtype", "int8", "--master-dtype", "bf16+8", "--during-backward"),
     ("--recomputes", "--during-backward", "--limit", "165MiB"),
     ("--recomputes", "--during-backward", "--accumulation", "4", "--sum-dtype", "fp32"),
 ]

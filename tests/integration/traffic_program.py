@@ -133,6 +133,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
             "streaming": {
                 "optimizer": {
                     "state_dtype": options.state_dtype,
+                    "master_dtype": options.master_dtype,
                     "during_backward": options.during_backward,
                 }
             },
@@ -163,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--reuse-distance", type=int, default=0)
     parser.add_argument("--prefetch", type=int, default=0, help="matrices gathered ahead")
     parser.add_argument("--state-dtype", default="fp32")
+    parser.add_argument("--master-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
     parser.add_argument("--no-limit", action="store_true")
     parser.add_argument("--limit", default=LIMIT)

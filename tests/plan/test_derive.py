@@ -63,6 +63,9 @@ def test_fused_experts_go_in_chunks() -> None:
         ({"accumulation_dtype": "fp32"}, 18),
         ({"precision": "fp32"}, 16),
         ({"state_dtype": "bf16"}, 12),
+        # Codes of 8 bits, and a scale of 4 bytes for 128 of them.
+        ({"state_dtype": "int8"}, 8 + 2 * (1 + 1 / 32)),
+        ({"state_dtype": "int8/bf16"}, 8 + 1 + 1 / 32 + 2),
         ({"optimizer": "Lion"}, 16),
         ({"optimizer": "Adagrad"}, 12),
         ({"optimizer": "SGD"}, 8),
@@ -70,7 +73,7 @@ def test_fused_experts_go_in_chunks() -> None:
     ],
 )
 def test_a_tile_has_master_states_gradient_and_16_bit_result(
-    changes: dict[str, Any], element_bytes: int
+    changes: dict[str, Any], element_bytes: float
 ) -> None:
     plan = derive(decoder(), request=PlanRequest(**changes))
     assert plan.host["optimizer tiles"] == 3 * plan.tile_numel * element_bytes
@@ -336,6 +339,30 @@ def test_frozen_tensors_of_another_dtype_have_their_own_bytes(itemsize: int) -> 
         ({}, 2 * 2 + 2 + (2 + 2) + 8, 2 + 2 + 2 + 8, 2 + 2 + 2 + 8),
         ({"wants_split_master": False}, 2 * 2 + 2 + 4 + 8, 2 + 2 + 4 + 8, 2 + 2 + 4 + 8),
         ({"state_dtype": "bf16"}, 2 * 2 + 2 + (2 + 2) + 4, 2 + 2 + 2 + 4, 2 + 2 + 2 + 4),
+        (
+            {"state_dtype": "int8"},
+            2 * 2 + 2 + (2 + 2) + 66 / 32,
+            2 + 2 + 2 + 66 / 32,
+            2 + 2 + 2 + 66 / 32,
+        ),
+        (
+            {"state_dtype": "int8/bf16"},
+            2 * 2 + 2 + (2 + 2) + 97 / 32,
+            2 + 2 + 2 + 97 / 32,
+            2 + 2 + 2 + 97 / 32,
+        ),
+        (
+            {"state_dtype": "int8", "low_itemsize": 1},
+            2 * 2 + 2 + (2 + 1) + 66 / 32,
+            2 + 2 + 1 + 66 / 32,
+            2 + 2 + 1 + 66 / 32,
+        ),
+        (
+            {"state_dtype": "int8", "low_itemsize": 1, "during_backward": True},
+            2 * 2 + (2 + 1) + 66 / 32,
+            2 + 1 + 66 / 32,
+            (2 + 2 + 1 + 66 / 32) + (2 + 1 + 66 / 32),
+        ),
         # No gradient gets to the drive; all that a step writes has a second place there.
         ({"during_backward": True}, 2 * 2 + (2 + 2) + 8, 2 + 2 + 8, (2 + 2 + 2 + 8) + (2 + 2 + 8)),
         (
@@ -352,7 +379,7 @@ def test_frozen_tensors_of_another_dtype_have_their_own_bytes(itemsize: int) -> 
 )
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_master_weight_is_written_without_the_half_that_is_its_parameter(
-    changes: dict[str, Any], read: int, written: int, on_drive: int, world: int
+    changes: dict[str, Any], read: float, written: float, on_drive: float, world: int
 ) -> None:
     settings = {"reuse_numel": 0, "prefetch_bytes": 0, "overlaps": False} | changes
     plan = derive(decoder(), request=PlanRequest(world=world, **settings))

@@ -10,8 +10,10 @@ from memascend.config.block import parse_block
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import (
+    check_fewer,
     check_masters,
-    check_state_dtype,
+    fewer_bits,
+    inexactness,
     master_dtype,
     narrow_key,
     state_dtype,
@@ -51,9 +53,18 @@ def test_the_json_says_what_master_weights_and_states_take(
     assert request.overlaps == (not key)  # there is no pass over a tile in one for them
 
 
-def test_the_blocks_own_states_are_in_bf16_whatever_master_weights_are() -> None:
-    block = parse_block({"streaming": {"optimizer": {"state_dtype": "bf16"}}})
-    assert state_dtype(block, DeepSpeedSettings()) == "bf16"
+@pytest.mark.parametrize("form", ["bf16", "int8", "int8/bf16"])
+def test_the_blocks_own_states_have_its_form_whatever_master_weights_are(form: str) -> None:
+    block = parse_block({"streaming": {"optimizer": {"state_dtype": form}}})
+    assert state_dtype(block, DeepSpeedSettings()) == form
+
+
+def test_settings_that_round_are_named_with_every_run() -> None:
+    assert fewer_bits(parse_block({})) == ""
+    both = {"state_dtype": "int8", "master_dtype": "bf16+8"}
+    block = parse_block({"streaming": {"optimizer": both}})
+    assert fewer_bits(block) == 'state_dtype="int8" and master_dtype="bf16+8"'
+    assert inexactness(block).startswith(f"streaming.optimizer.{fewer_bits(block)} rounds")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,8 @@ def test_what_the_trainer_fills_in_is_no_refusal() -> None:
 
 def check(block: dict[str, Any], **keys: Any) -> None:
     zero = {"stage": 3, "offload_optimizer": keys.pop("offload_optimizer", NVME)}
-    check_state_dtype(parse_block(block), parse_deepspeed({"zero_optimization": zero, **keys}))
+    zero["offload_param"] = keys.pop("offload_param", NVME)
+    check_fewer(parse_block(block), parse_deepspeed({"zero_optimization": zero, **keys}))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +137,40 @@ def test_what_bf16_states_cannot_be_with_is_named(
     assert found in message
     assert remedy in message
     check({}, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "found", "remedy"),
+    [
+        ({"fp16": {"enabled": True}}, "they are in fp16", "Turn bf16 on"),
+        ({}, "they are in fp32", "Turn bf16 on"),
+        (
+            {"bf16": {"enabled": True}, "offload_param": {"device": "cpu"}},
+            "offload_param.device is 'cpu'",
+            'Set it to "nvme"',
+        ),
+    ],
+)
+def test_master_weights_of_24_bits_need_a_bf16_parameter_on_the_drive(
+    keys: dict[str, Any], found: str, remedy: str
+) -> None:
+    block = {"streaming": {"optimizer": {"master_dtype": "bf16+8"}}}
+    with pytest.raises(ConfigError) as caught:
+        check(block, **keys)
+    message = str(caught.value)
+    assert message.startswith('memascend.streaming.optimizer.master_dtype="bf16+8" stores')
+    assert message.endswith(f"{found}. {remedy}, or leave master_dtype out")
+    check(block, bf16={"enabled": True}, offload_param=NVME)
+    check(BF16_BLOCK, **keys)
+
+
+def test_a_message_names_both_settings_and_how_to_leave_them_out() -> None:
+    both = {"state_dtype": "int8", "master_dtype": "bf16+8"}
+    with pytest.raises(ConfigError) as caught:
+        check({"streaming": {"optimizer": both}}, optimizer={"type": "Lion"})
+    message = str(caught.value)
+    assert 'state_dtype="int8" and master_dtype="bf16+8" needs DeepSpeedCPUAdam' in message
+    assert message.endswith("or leave state_dtype and master_dtype out")
 
 
 def test_deepspeeds_own_engine_does_not_do() -> None:

@@ -26,6 +26,7 @@ def descend(
     factor: float,
     weight: torch.Tensor,
     values: Any,
+    scales: Any,
     output: Any,
 ) -> None:
     """Stand for a fused step: element by element, in fp32."""

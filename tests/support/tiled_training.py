@@ -14,6 +14,7 @@ import torch
 from memascend.errors import StoreError
 from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.low_bits import LowBits
 from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_group import Member
@@ -56,6 +57,8 @@ class Training:
         state_dtype: torch.dtype = torch.float32,
         spare_count: int = 0,
         split: bool = False,
+        low_bits: LowBits = LowBits.FLAGGED,
+        moments: Mapping[str, torch.dtype] | None = None,
         slots: Mapping[str, int] | None = None,
     ) -> None:
         self.device = device
@@ -70,6 +73,7 @@ class Training:
             state_dtype=state_dtype,
             gradient_dtype=gradient_dtype,
             spare_count=spare_count,
+            moments=moments or {},
         )
         tiles = TileMemory(
             store=self.store,
@@ -94,7 +98,10 @@ class Training:
             if split:
                 self.initial[name] = weights.bfloat16().float()
                 self._write_members(name)
-                self.groups.create_split(name, numel, self.members[name], flag_state="exp_avg_sq")
+                flag_state = "exp_avg_sq" if low_bits.has_flags else ""
+                self.groups.create_split(
+                    name, numel, self.members[name], low_bits=low_bits, flag_state=flag_state
+                )
             else:
                 self.groups.create(name, numel, [Member(0, numel, weights.dtype, tensor=weights)])
         self.parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in SIZES}

@@ -21,7 +21,7 @@ from memascend.config.installed import INNER_PASSES, MUON, require, require_whol
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import ConfigError
-from memascend.plan.optimizer_dtypes import keeps_bf16, refusal_of_bf16, refusal_of_masters
+from memascend.plan.optimizer_dtypes import fewer_bits, refusal_of_fewer, refusal_of_masters
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,9 @@ def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:
             f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
             f"streaming.{name} cannot serve, since {reason}. Change that, or leave the limit out"
         )
-    if reason and name == "optimizer" and keeps_bf16(config):
-        raise refusal_of_bf16(f"streaming.optimizer cannot serve, since {reason}", "Change that")
+    if reason and name == "optimizer" and (fewer := fewer_bits(config)):
+        found = f"streaming.optimizer cannot serve, since {reason}"
+        raise refusal_of_fewer(fewer, found, "Change that")
     if reason and dist.get_rank() == 0:
         log.warning(
             "memascend: streaming.%s is not used: %s. Host memory grows with the model",

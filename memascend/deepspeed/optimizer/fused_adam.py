@@ -45,7 +45,8 @@ from memascend.kernels.adam import (
     update,
 )
 from memascend.kernels.halves import cut, join, round_high
-from memascend.plan.optimizer_dtypes import refusal_of_bf16
+from memascend.plan.optimizer_dtypes import refusal_of_fewer
+from memascend.streaming.optimizer.sub_group import is_code
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.tile_memory import TileShape
 
@@ -58,7 +59,7 @@ _DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The moment that is never negative.
 FLAG_STATE = MOMENTS[1]
-#: Seed of the stochastic rounding of bf16 moments: "memascend" on a telephone's keys.
+#: Seed of stochastic rounding: "memascend" on a telephone's keys.
 _SEED = 636272363
 
 #: Hyperparameters of a sub-group, the optimizer's state of it, and dtypes of its state tensors.
@@ -98,7 +99,7 @@ class FusedAdam:
         self,
         optimizer: Any,
         tail_width: int,
-        state_dtype: torch.dtype = torch.float32,
+        moments: Mapping[str, torch.dtype] | None = None,
         rank: int = 0,
         *,
         recomputes: bool,
@@ -109,7 +110,7 @@ class FusedAdam:
         Args:
             optimizer: DeepSpeedCPUAdam.
             tail_width: Result of `find_tail_width`.
-            state_dtype: Dtype of its moments.
+            moments: Dtypes of its moments by name; None: fp32.
             rank: Rank of this process.
             recomputes: Result of `recomputes_powers`.
             refuse: Returns the error to raise if a step cannot be fused; None: the optimizer then
@@ -117,7 +118,8 @@ class FusedAdam:
         """
         self._optimizer = optimizer
         self._tail_width = tail_width
-        self._state_dtype = state_dtype
+        self._moments = moments or dict.fromkeys(MOMENTS, torch.float32)
+        self._has_codes = any(map(is_code, self._moments.values()))
         self._rank = rank
         self._refuse = refuse
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"], recomputes=recomputes)
@@ -182,8 +184,8 @@ class FusedAdam:
         states: Mapping[str, torch.dtype],
     ) -> str:
         """Return why the optimizer must step by itself; empty if a fused step can replace it."""
-        if states != dict.fromkeys(MOMENTS, self._state_dtype):
-            return f"its states are {dict(states)}, not {MOMENTS} in {self._state_dtype}"
+        if states != self._moments:
+            return f"its states are {dict(states)}, not {dict(self._moments)}"
         if type(values.get("step")) is not int:
             return f"its count of steps is {values.get('step')!r}, not a whole number"
         return why_not_plain_numbers(group) or why_not_plain_step(self._optimizer)
@@ -223,6 +225,7 @@ class FusedAdam:
         factor: float,
         weight: torch.Tensor,
         values: MutableMapping[str, Any],
+        scales: torch.Tensor | None = None,
         output: torch.Tensor | None,
     ) -> None:
         adamw = self._optimizer.adam_w_mode
@@ -231,9 +234,10 @@ class FusedAdam:
             weight=weight,
             exp_avg=values["exp_avg"],
             exp_avg_sq=values["exp_avg_sq"],
+            scales=scales if self._has_codes else None,
             output=output,
             coefficients=coefficients(powers, group, factor, adamw=adamw),
-            tail_numel=gradient.numel() % self._tail_width,
+            tail_numel=0 if self._has_codes else gradient.numel() % self._tail_width,
             rounding_key=make_rounding_key(_SEED, powers.step, sub_group, self._rank),
             first_index=begin,
             helpers=self._helpers,
@@ -259,7 +263,7 @@ def fused_adam(
     rank: int = 0,
     *,
     is_wanted: bool = True,
-    is_needed: bool = False,
+    fewer: str = "",
     largest_numel: int = 0,
 ) -> FusedAdam | OwnSteps:
     """Return the fused steps of an optimizer, or its own ones.
@@ -267,10 +271,11 @@ def fused_adam(
     Args:
         optimizer: Any optimizer; only a DeepSpeedCPUAdam without steps so far can be fused.
         shape: Shape of its tiles.
-        rank: Rank of this process; selects the random bits that round moments in bf16.
+        rank: Rank of this process; selects the random bits that round values to fewer bits.
         is_wanted: Whether the block has fused steps on.
-        is_needed: Whether the block asks for moments in bf16, which need fused steps. The dtype
-            in `shape` cannot tell: it is bf16 too if DeepSpeed itself keeps states in bf16.
+        fewer: Settings of the block that round values in fused steps, which they need; empty if
+            there are none. The dtype in `shape` cannot tell: it is bf16 too if DeepSpeed itself
+            keeps states in bf16.
         largest_numel: Elements of the largest sub-group.
 
     Raises:
@@ -279,8 +284,8 @@ def fused_adam(
     is_adam = type(optimizer) is DeepSpeedCPUAdam
     recomputes = is_adam and recomputes_powers(optimizer.ds_opt_adam)
     refuse: Refuse | None = None
-    if is_needed:
-        refuse = partial(refusal_of_bf16, remedy="Change that")
+    if fewer:
+        refuse = partial(refusal_of_fewer, fewer, remedy="Change that")
     elif recomputes and largest_numel > shape.numel:
         refuse = _refusal_of_tiles
     reason = "streaming.optimizer.fused is false"
@@ -292,7 +297,7 @@ def fused_adam(
             return FusedAdam(
                 optimizer,
                 tail_width,
-                shape.state_dtype,
+                shape.moments or dict.fromkeys(MOMENTS, shape.state_dtype),
                 rank,
                 recomputes=recomputes,
                 refuse=refuse,

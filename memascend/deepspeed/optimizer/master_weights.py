@@ -1,10 +1,10 @@
-"""Master weights of tiled sub-groups: whole in a key of their own, or in halves.
+"""Master weights of tiled sub-groups: whole in a key of their own, or in two parts.
 
-In halves the high one is the bf16 parameter that forward uses, so that a step writes two bytes less
+The high one of two is the bf16 parameter that forward uses, so that a step writes two bytes less
 for each weight, and the start writes none. Two rules keep that exact. A script may change such a
 parameter outside of the step (GatheredParameters, a state dict loaded into the module), which with
 CPU offload leaves the master weights alone: so their high halves are stored before. And only the
-fused step knows halves: before the optimizer steps by itself, its sub-groups become whole, for
+fused step knows parts: before the optimizer steps by itself, its sub-groups become whole, for
 good.
 """
 
@@ -17,13 +17,23 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.progress import byte_progress
+from memascend.config.block import OptimizerStreamConfig
 from memascend.deepspeed.optimizer.fused_adam import FLAG_STATE
 from memascend.deepspeed.optimizer.upstream import Original, Upstream
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
-from memascend.streaming.optimizer.sub_group import HIGH_DTYPE, MasterForm, Member
+from memascend.plan.optimizer_dtypes import BF16_8, INT8
+from memascend.streaming.optimizer.low_bits import HIGH_DTYPE, LowBits
+from memascend.streaming.optimizer.sub_group import MasterForm, Member
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.sub_groups import SubGroups
+
+
+def low_bits(section: OptimizerStreamConfig) -> LowBits:
+    """Return the form of master weights beside bf16 parameters that a block asks for."""
+    if section.master_dtype == BF16_8:
+        return LowBits.REMAINDERS
+    return LowBits.UNFLAGGED if section.state_dtype == INT8 else LowBits.FLAGGED
 
 
 class MasterWeights:
@@ -35,6 +45,7 @@ class MasterWeights:
         groups: SubGroups,
         *,
         may_split: bool,
+        low_bits: LowBits,
         at_rest: Callable[[Callable[[], object]], None],
     ) -> None:
         """Start without sub-groups.
@@ -42,11 +53,13 @@ class MasterWeights:
         Args:
             upstream: The optimizer.
             groups: Holds the master weights.
-            may_split: Whether steps are fused, and halves are wanted.
+            may_split: Whether steps are fused, and low bits are wanted.
+            low_bits: Form of these.
             at_rest: Calls its argument when neither a step nor a tile is under way.
         """
         self._upstream, self._groups = upstream, groups
         self._may_split = may_split and upstream.master_dtype == torch.float32
+        self._low_bits = low_bits
         self._at_rest = at_rest
         self._owner_of: dict[str, str] = {}  # key of a parameter: its sub-group
         # Called with the bytes of master weights stored since the last call.
@@ -75,7 +88,13 @@ class MasterWeights:
         if not self._can_split(members, numel):
             self._groups.create(name, numel, members, self._advance)
             return
-        self._groups.create_split(name, numel, members, flag_state=FLAG_STATE)
+        self._groups.create_split(
+            name,
+            numel,
+            members,
+            low_bits=self._low_bits,
+            flag_state=FLAG_STATE if self._low_bits.has_flags else "",
+        )
         for member, param in zip(members, upstream.params[number], strict=True):
             assert member.key is not None
             self._owner_of[member.key] = name

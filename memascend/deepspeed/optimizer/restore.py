@@ -26,8 +26,9 @@ from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.deepspeed.optimizer.upstream import ReadBytes, Upstream
-from memascend.deepspeed.plan.optimizers import state_dtype
+from memascend.deepspeed.plan.optimizers import moments, state_dtype
 from memascend.errors import StoreError
+from memascend.streaming.optimizer.sub_group import is_code
 from memascend.transfer.staging import StagingSlots
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def restore(
         StoreError: The drive failed; some of the tensors are loaded, others not.
         TornStepError: A step in DeepSpeed's own swapper ended half-way before.
     """
-    tensors = _as_kept(upstream, tensors, in_bf16=steps.keeps_bf16_states)
+    tensors = _as_kept(upstream, tensors, steps.asked_dtype)
     steps.begin_load()
     # Earlier write errors do not matter: every value is replaced.
     with suppress(StoreError):
@@ -136,24 +137,31 @@ def restore(
         replay_beta_powers(upstream, steps.note_replayed)
 
 
-def _as_kept(
-    upstream: Upstream, tensors: list[LoadedTensor], *, in_bf16: bool
-) -> list[LoadedTensor]:
-    """Return the tensors, with Adam's moments converted to this run's dtype while they are read."""
+def _as_kept(upstream: Upstream, tensors: list[LoadedTensor], asked: str) -> list[LoadedTensor]:
+    """Return the tensors, with Adam's moments converted to this run's dtype while they are read.
+
+    Moments in codes are in fp32 in files, and are encoded when they are stored.
+    """
     base = upstream.base
     if type(base) is not DeepSpeedCPUAdam:
         return tensors
-    wanted = state_dtype(base, upstream.master_dtype, in_bf16=in_bf16)
-    found = {tensor.dtype for tensor in tensors if tensor.state in MOMENTS} - {wanted}
-    if found and dist.get_rank() == 0:
+    dtype = state_dtype(base, upstream.master_dtype, asked)
+    kept = dict.fromkeys(MOMENTS, dtype) | moments(asked)
+    wanted: dict[str | None, torch.dtype] = {
+        state: torch.float32 if is_code(one) else one for state, one in kept.items()
+    }
+    changes = {
+        f"{tensor.dtype} to {wanted[tensor.state]}"
+        for tensor in tensors
+        if tensor.dtype != wanted.get(tensor.state, tensor.dtype)
+    }
+    if changes and dist.get_rank() == 0:
         log.info(
-            "memascend: Adam's moments are in %s in the checkpoint and in %s in this run: they are "
-            "%s while they are loaded",
-            ", ".join(map(str, found)),
-            wanted,
-            "widened, which is exact," if wanted == torch.float32 else "rounded to nearest",
+            "memascend: Adam's moments are in another dtype in the checkpoint than in this run. "
+            "While they are loaded they go from %s: widened, which is exact, or rounded to nearest",
+            " and from ".join(sorted(changes)),
         )
-    return [converted(tensor, wanted) if tensor.state in MOMENTS else tensor for tensor in tensors]
+    return [converted(one, wanted.get(one.state, one.dtype)) for one in tensors]
 
 
 def replay_beta_powers(

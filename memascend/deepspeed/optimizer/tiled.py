@@ -33,19 +33,14 @@ from memascend.deepspeed.optimizer.ahead import (
 )
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
 from memascend.deepspeed.optimizer.locked import locked, with_lock
-from memascend.deepspeed.optimizer.master_weights import MasterWeights
+from memascend.deepspeed.optimizer.master_weights import MasterWeights, low_bits
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
+from memascend.deepspeed.optimizer.tile_shape import tile_shape
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
 from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
-from memascend.deepspeed.plan.optimizers import (
-    initial_state,
-    is_elementwise,
-    state_count,
-    state_dtype,
-)
-from memascend.plan.knobs import tile_sizes
-from memascend.plan.optimizer_dtypes import INEXACT, keeps_bf16
+from memascend.deepspeed.plan.optimizers import initial_state
+from memascend.plan.optimizer_dtypes import fewer_bits, inexactness
 from memascend.runtime import Runtime
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.bypass import DriveBypass
@@ -53,7 +48,6 @@ from memascend.streaming.optimizer.step import Step, StepPhase
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate, SubGroupStep
 from memascend.streaming.optimizer.sub_groups import SubGroups
-from memascend.streaming.optimizer.tile_memory import TileShape
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +70,7 @@ class TiledSteps:
         self._upstream, self._attach = upstream, attach
         self._streams_gradients = streams_gradients
         self.early_tile_count = 0
-        self.keeps_bf16_states = False
+        self.asked_dtype = "fp32"
         #: The step that collects gradients, or the last one until the next gradient arrives.
         self.current = Step()
         self.values = TiledValues(upstream, attach, self)
@@ -109,8 +103,10 @@ class TiledSteps:
     def configure(self, offload_config: Any, aio_config: Any) -> None:
         """Make the tiles, and the swapper that DeepSpeed asks."""
         upstream, runtime = self._upstream, self.runtime
-        self.keeps_bf16_states = keeps_bf16(runtime.config)
-        stream = runtime.open_optimizer(self._tile_shape())
+        section = runtime.config.streaming.optimizer
+        self.asked_dtype, fewer = section.state_dtype, fewer_bits(runtime.config)
+        shape = tile_shape(upstream, runtime, streams_gradients=self._streams_gradients)
+        stream = runtime.open_optimizer(shape)
         tiles = stream.tiles
         if tiles.shape.count == 1 and dist.get_rank() == 0:
             log.warning(
@@ -122,18 +118,19 @@ class TiledSteps:
         self._fused = fused_adam(
             upstream.base,
             tiles.shape,
-            dist.get_rank() if self.keeps_bf16_states else 0,
-            is_wanted=runtime.config.streaming.optimizer.fused,
-            is_needed=self.keeps_bf16_states,
+            dist.get_rank() if fewer else 0,
+            is_wanted=section.fused,
+            fewer=fewer,
             largest_numel=max(upstream.numels),
         )
-        if self.keeps_bf16_states and dist.get_rank() == 0:
-            log.warning("memascend: %s", INEXACT)
+        if fewer and dist.get_rank() == 0:
+            log.warning("memascend: %s", inexactness(runtime.config))
         self._ahead = self._work_ahead()
         self._masters = MasterWeights(
             upstream,
             stream.groups,
-            may_split=self._fused.is_fused and runtime.config.streaming.optimizer.split_master,
+            may_split=self._fused.is_fused and section.split_master,
+            low_bits=low_bits(section),
             at_rest=self._at_rest,
         )
         upstream.state_swapper = StreamedSwapper(
@@ -163,34 +160,6 @@ class TiledSteps:
     def _turn_off(self) -> None:
         """Step no tile during backward from now on."""
         self._ahead = AfterBackward(self._stream)
-
-    def _tile_shape(self) -> TileShape:
-        upstream, runtime = self._upstream, self.runtime
-        numel, count = tile_sizes(
-            max(upstream.numels),
-            sum(upstream.numels),
-            is_tiled=is_elementwise(upstream.base),
-            tile_bytes=runtime.config.streaming.optimizer.tile_bytes,
-        )
-        if runtime.plan is not None:
-            numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
-        gradient_dtype = master_dtype = upstream.master_dtype
-        if self._streams_gradients:  # gradients from DeepSpeed's flat buffer are already cast
-            gradient_dtype = upstream.accumulation_dtype
-        return TileShape(
-            numel=numel,
-            count=count,
-            state_count=state_count(upstream.base),
-            master_dtype=master_dtype,
-            state_dtype=self._state_dtype(),
-            gradient_dtype=gradient_dtype,
-            parameter_dtype=upstream.stored_dtype,
-            spare_count=0 if runtime.plan is None else runtime.plan.spare_count,
-        )
-
-    def _state_dtype(self) -> torch.dtype:
-        upstream = self._upstream
-        return state_dtype(upstream.base, upstream.master_dtype, in_bf16=self.keeps_bf16_states)
 
     def create_masters(self, original: Original) -> None:
         """Make master weights as DeepSpeed, sub-group by sub-group, without its buffers."""
@@ -293,10 +262,12 @@ class TiledSteps:
         if known is None:
             return
         scalars, fills = known
-        dtype = self._state_dtype()
+        shape = self._stream.tiles.shape
         for name, fill in fills.items():
+            dtype = shape.moments.get(name, shape.state_dtype)
             self._groups.add_state(master.ds_id, name, dtype, fill)
-        base.state[master] = scalars | {name: torch.empty(0, dtype=dtype) for name in fills}
+            scalars[name] = torch.empty(0, dtype=dtype)
+        base.state[master] = scalars
 
     def _fused_updates(self) -> list[FusedUpdate | None]:
         """Return the fused update of each sub-group; None: the optimizer must step by itself."""
@@ -452,7 +423,7 @@ class TiledSteps:
         """Yield (state, dtype, read) of a sub-group's stored tensors; weights (None) come first."""
         groups = self._groups
         yield None, groups.master_dtype, functools.partial(groups.stream, name, None)
-        for state, dtype in groups.group(name).states.items():
+        for state, dtype in groups.group(name).read_dtypes.items():
             yield state, dtype, functools.partial(groups.stream, name, state)
 
     def begin_load(self) -> None:
@@ -478,8 +449,8 @@ class TiledSteps:
             master.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
         )
         if tensor.state is not None:
-            empty = torch.empty(0, dtype=tensor.dtype)
-            self._upstream.base.state[master][tensor.state] = empty
+            stored = self._groups.group(master.ds_id).states[tensor.state]
+            self._upstream.base.state[master][tensor.state] = torch.empty(0, dtype=stored)
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
         """Replay a call of the operator on the fused step's running powers too."""

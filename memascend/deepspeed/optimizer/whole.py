@@ -25,7 +25,8 @@ from memascend.streaming.optimizer.step import Step
 class WholeSteps:
     """Whole sub-groups; nothing is done ahead, and every step is over when it returns."""
 
-    is_tiled = keeps_bf16_states = False
+    is_tiled = False
+    asked_dtype = "fp32"
     early_tile_count = 0
 
     def __init__(self, upstream: Upstream, attach: Callable[[], Attachment]) -> None:

@@ -19,14 +19,13 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
-from memascend.deepspeed.plan.optimizers import is_elementwise, state_count, state_dtype
+from memascend.deepspeed.plan.optimizers import is_elementwise, moments, state_count, state_dtype
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import (
     PARAMETER_SLOTS_BYTES_MIN,
     STAGING_SLOT_BYTES_MIN,
     LimitTooSmallError,
 )
-from memascend.plan.optimizer_dtypes import keeps_bf16
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
 from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
@@ -127,7 +126,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     request = PlanRequest.from_deepspeed(
         settings, block=config, world=dist.get_world_size(), local_world=local_world_size()
     )
-    master = optimizer.master_dtype
+    master, asked = optimizer.master_dtype, config.streaming.optimizer.state_dtype
     return dataclasses.replace(
         request,
         # Machines may differ in their volumes; sizes must be equal, and gathers' turns with them.
@@ -136,7 +135,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         arriving_dtype=_NAMES[optimizer.reduction_dtype],
         accumulation_dtype=_NAMES[optimizer.accumulation_dtype],
         master_dtype=_NAMES[master],
-        state_dtype=_NAMES[state_dtype(base, master, in_bf16=keeps_bf16(config))],
+        state_dtype=asked if moments(asked) else _NAMES[state_dtype(base, master, asked)],
         # With its module, since its class may have the name of a known optimizer.
         optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
         is_elementwise=elementwise,

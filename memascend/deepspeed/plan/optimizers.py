@@ -10,6 +10,8 @@ from memascend.plan.optimizers import kind_of, state_count_of
 
 #: A class of a known name in another package, or a subclass, is not known.
 _KNOWN_PACKAGES = ("torch.optim.", "deepspeed.ops.")
+#: Dtypes of the second moment, by `streaming.optimizer.state_dtype`.
+_SECOND_BESIDE_CODES = {"int8": torch.uint8, "int8/bf16": torch.bfloat16}
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -24,11 +26,27 @@ def state_count(optimizer: Any) -> int:
     return max(state_count_of(name, group) for group in optimizer.param_groups)
 
 
-def state_dtype(optimizer: Any, master: torch.dtype, *, in_bf16: bool) -> torch.dtype:
-    """Return the dtype of an optimizer's states: fp32, that of the master weights, or bf16."""
-    if in_bf16:
+def state_dtype(optimizer: Any, master: torch.dtype, asked: str) -> torch.dtype:
+    """Return the dtype of an optimizer's states: fp32, that of the master weights, or bf16.
+
+    Of states that `moments` has it is fp32.
+
+    Args:
+        optimizer: The optimizer.
+        master: Dtype of its master weights.
+        asked: `streaming.optimizer.state_dtype`.
+    """
+    if asked == "bf16":
         return torch.bfloat16
-    return torch.float32 if getattr(optimizer, "fp32_optimizer_states", True) else master
+    follows = asked == "fp32" and not getattr(optimizer, "fp32_optimizer_states", True)
+    return master if follows else torch.float32
+
+
+def moments(asked: str) -> dict[str, torch.dtype]:
+    """Return the dtypes of Adam's moments by name, if the first one is in codes; else empty."""
+    if asked not in _SECOND_BESIDE_CODES:
+        return {}
+    return {"exp_avg": torch.int8, "exp_avg_sq": _SECOND_BESIDE_CODES[asked]}
 
 
 def initial_state(

@@ -1,6 +1,6 @@
-"""Master weights in halves: joined and cut chunk by chunk, each chunk in one staging slot.
+"""Master weights in two parts: joined and cut chunk by chunk, each chunk in one staging slot.
 
-A slot has room for both halves of a chunk, its flags and its fp32 weights. Knows the kernels, the
+A slot has room for both parts of a chunk, its flags and its fp32 weights. Knows the kernels, the
 slots and the store; neither the forms of sub-groups nor the optimizer's arithmetic. One thread at a
 time may call.
 """
@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from memascend.base.interfaces import TensorIO, Ticket
-from memascend.kernels.halves import cut, join
+from memascend.streaming.optimizer.low_bits import HIGH_DTYPE, LowBits
 from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
 
@@ -31,16 +31,18 @@ Run = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfKeys:
-    """The keys of one sub-group's halves.
+    """The keys of one sub-group's master weights.
 
     Attributes:
-        low: Key of the low halves; None while all are zero.
+        low_bits: Form of the low bits.
+        low: Key of these; None while all are zero.
         high: Returns the runs of the high halves of (first element, elements).
-        flags: Key of the second moments whose signs are flags; None if the high halves are exact,
-            or no flag is set.
+        flags: Key of the second moments whose signs are flags; None if the high halves were cut
+            off, or no flag is set.
         flag_dtype: Dtype of these.
     """
 
+    low_bits: LowBits
     low: str | None
     high: Callable[[int, int], Iterable[Run]]
     flags: str | None
@@ -56,11 +58,11 @@ def _numel_of(slot_bytes: int) -> int:
 class _Chunk:
     """One chunk in its slot, and its transfers."""
 
-    def __init__(self, begin: int, numel: int, slot: torch.Tensor) -> None:
+    def __init__(self, begin: int, numel: int, slot: torch.Tensor, low_dtype: torch.dtype) -> None:
         self.begin, self.numel, self.slot = begin, numel, slot
         room = _numel_of(slot.numel())
-        self.high = slot[: 2 * numel].view(torch.bfloat16)
-        self.low = slot[2 * room : 2 * (room + numel)].view(torch.int16)
+        self.high = slot[: 2 * numel].view(HIGH_DTYPE)
+        self.low = slot[2 * room : 2 * room + low_dtype.itemsize * numel].view(low_dtype)
         self._flags = slot[4 * room : 8 * room]
         self.weights = slot[8 * room : 8 * room + 4 * numel].view(torch.float32)
         self.transfers: Pending[Ticket] = Pending()
@@ -94,20 +96,22 @@ class Halves:
                 yield chunk.begin, chunk.weights
 
     def write_high(self, keys: HalfKeys, numel: int, key: str) -> None:
-        """Write the exact high halves of all weights to a reserved key; wait for it.
+        """Write high halves that tell all weights without flags to a reserved key; wait for it.
 
         Raises:
             StoreError: A transfer failed.
         """
         with closing(self._read_each(keys, 0, numel)) as chunks:
             for chunk in chunks:
-                cut(chunk.weights, chunk.high, chunk.low)
+                if keys.low_bits.has_flags:
+                    keys.low_bits.cut(chunk.weights, chunk.high, chunk.low)
                 self._write(chunk, [(key, chunk.high)], 0)
                 chunk.transfers.wait()
 
     def fill(
         self,
         *,
+        low_bits: LowBits,
         high: str,
         low: str,
         begin: int,
@@ -117,8 +121,9 @@ class Halves:
         """Cut weights into two reserved keys; on return they are in the store.
 
         Args:
-            high: Key of exact high halves.
-            low: Key of low halves.
+            low_bits: Form of the low bits.
+            high: Key of high halves.
+            low: Key of low bits.
             begin: First element in the keys.
             numel: Number of weights.
             source: Called with (first weight, fp32 tensor); fills the tensor.
@@ -131,10 +136,10 @@ class Halves:
             for first, count in self._runs(numel):
                 if len(writing) == 2:
                     self._end(writing.popleft())
-                chunk = self._take(first, count)
+                chunk = self._take(first, count, low_bits)
                 writing.append(chunk)
                 source(first, chunk.weights)
-                cut(chunk.weights, chunk.high, chunk.low)
+                low_bits.cut(chunk.weights, chunk.high, chunk.low)
                 self._write(chunk, [(high, chunk.high), (low, chunk.low)], begin)
             while writing:
                 self._end(writing.popleft())
@@ -150,7 +155,7 @@ class Halves:
         coming: deque[_Chunk] = deque()
         try:
             for first, count in self._runs(numel):
-                coming.append(self._take(begin + first, count))
+                coming.append(self._take(begin + first, count, keys.low_bits))
                 self._start_read(keys, coming[-1])
                 if len(coming) == 2:
                     yield self._join(keys, coming[0])
@@ -167,7 +172,8 @@ class Halves:
         if keys.low is None:
             chunk.low.zero_()
         else:
-            chunk.add(read(key=keys.low, target=chunk.low, offset_bytes=2 * begin))
+            offset = begin * keys.low_bits.dtype.itemsize
+            chunk.add(read(key=keys.low, target=chunk.low, offset_bytes=offset))
         for key, offset, count, first in keys.high(begin, chunk.numel):
             target = chunk.high.narrow(0, first, count)
             chunk.add(read(key=key, target=target, offset_bytes=offset))
@@ -179,7 +185,7 @@ class Halves:
     def _join(self, keys: HalfKeys, chunk: _Chunk) -> _Chunk:
         chunk.transfers.wait()
         flags = None if keys.flags is None else chunk.flags(keys.flag_dtype)
-        join(chunk.high, chunk.low, flags, chunk.weights)
+        keys.low_bits.join(chunk.high, chunk.low, flags, chunk.weights)
         return chunk
 
     def _write(self, chunk: _Chunk, parts: Sequence[tuple[str, torch.Tensor]], begin: int) -> None:
@@ -193,8 +199,9 @@ class Halves:
         step = _numel_of(self._slots.slot_bytes)
         return ((begin, min(step, numel - begin)) for begin in range(0, numel, step))
 
-    def _take(self, begin: int, numel: int) -> _Chunk:
-        return _Chunk(begin, numel, self._slots.take(self._slots.slot_bytes, torch.uint8))
+    def _take(self, begin: int, numel: int, low_bits: LowBits) -> _Chunk:
+        slot = self._slots.take(self._slots.slot_bytes, torch.uint8)
+        return _Chunk(begin, numel, slot, low_bits.dtype)
 
     def _end(self, chunk: _Chunk) -> None:
         try:

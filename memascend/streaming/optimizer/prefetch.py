@@ -16,7 +16,7 @@ from itertools import islice
 
 from memascend.errors import StoreError
 from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.sub_group import MasterForm, SubGroup
+from memascend.streaming.optimizer.sub_group import SCALES, MasterForm, SubGroup
 from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tile_memory import Tile, TileMemory
 
@@ -160,16 +160,21 @@ class TilePrefetch:
                 block.fill_(group.fills[name])
             else:
                 self._tiles.read(tile, group.key(name), block)
+        if SCALES in group.fills:
+            self._tiles.scales(tile).fill_(group.fills[SCALES])
+        elif group.coded:
+            self._tiles.read_scales(tile, group.key(SCALES))
         return tile
 
     def _read_master(self, tile: Tile, group: SubGroup) -> None:
         if not group.is_split:
             self._tiles.read(tile, group.key(), tile.master)
             return
+        low = tile.low(group.low_bits.dtype)
         if None in group.fills:
-            tile.low.fill_(int(group.fills[None]))
+            low.fill_(int(group.fills[None]))
         else:
-            self._tiles.read(tile, group.key(), tile.low)
+            self._tiles.read(tile, group.key(), low)
         for key, offset_bytes, count, first in group.high_runs(tile.begin, tile.numel):
             self._tiles.read_part(tile, key, tile.high.narrow(0, first, count), offset_bytes)
 

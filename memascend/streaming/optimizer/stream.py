@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from memascend.kernels.halves import clear_flags, join, round_high
+from memascend.kernels.halves import clear_flags, round_high
 from memascend.memory.pool import Lease
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.prefetch import TilePrefetch
 from memascend.streaming.optimizer.step import Step
-from memascend.streaming.optimizer.sub_group import MasterForm, Member, State, SubGroup
+from memascend.streaming.optimizer.sub_group import SCALES, MasterForm, Member, State, SubGroup
 from memascend.streaming.optimizer.sub_group_step import (
     EarlyStep,
     FusedUpdate,
@@ -170,11 +170,11 @@ class OptimizerStream:
             self.tiles.read(tile, group.key(), tile.master)
             tile.transfers.wait()
             return
-        low = tile.raw.view(torch.int16).narrow(0, 0, tile.numel)
+        low = tile.raw.view(group.low_bits.dtype).narrow(0, 0, tile.numel)
         self.tiles.read(tile, group.key(), low)
         self.tiles.read(tile, group.high_key, tile.high)
         tile.transfers.wait()
-        join(tile.high, low, None, tile.master.narrow(0, 0, tile.numel))
+        group.low_bits.join(tile.high, low, None, tile.master.narrow(0, 0, tile.numel))
 
     def drain(self) -> None:
         """Wait until nothing is in flight; ends the current walk, if any.
@@ -298,15 +298,18 @@ class OptimizerStream:
         factor: float,
     ) -> None:
         """Step a tile in one pass."""
-        if group.form is MasterForm.EXACT:
-            round_high(tile.high, tile.low, values[group.flag_state])
-        weight = tile.low if group.is_split else tile.master.narrow(0, 0, tile.numel)
+        weight = tile.master.narrow(0, 0, tile.numel)
+        if group.is_split:
+            weight = tile.low(group.low_bits.dtype)
+        if group.form is MasterForm.EXACT and group.low_bits.has_flags:
+            round_high(tile.high, weight, values[group.flag_state])
         fused(
             begin=tile.begin,
             gradient=gradient,
             factor=factor,
             weight=weight,
             values=values,
+            scales=self.tiles.scales(tile) if group.coded else None,
             output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
         )
 
@@ -345,10 +348,12 @@ class OptimizerStream:
     ) -> None:
         """Store a tile's new values; with `early`, beside the old ones."""
         key_of = early_key if early else str
-        master = tile.low if group.is_split else tile.master
+        master = tile.low(group.low_bits.dtype) if group.is_split else tile.master
         self.tiles.write(tile, key_of(group.key()), master)
         for number, (name, dtype) in enumerate(group.states.items()):
             self.tiles.write(tile, key_of(group.key(name)), self.tiles.state(tile, number, dtype))
+        if group.coded:
+            self.tiles.write_scales(tile, key_of(group.key(SCALES)))
         self._give_to_members(tile, members, is_cast=is_cast, early=early)
 
     def _give_to_members(

@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 
-from memascend.streaming.optimizer.halves import Run
+from memascend.kernels.codes import scale_count
+from memascend.streaming.optimizer.codes import CodeKeys
+from memascend.streaming.optimizer.halves import HalfKeys, Run
+from memascend.streaming.optimizer.low_bits import LowBits
 
 #: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
 State = MutableMapping[str, Any]
-#: Dtypes of the halves of master weights.
-HIGH_DTYPE, LOW_DTYPE = torch.bfloat16, torch.int16
+#: Name of the scales of all states in codes (`kernels.codes`), side by side in one key.
+SCALES = "scales"
+
+
+def is_code(dtype: torch.dtype | None) -> bool:
+    """Return whether this is the dtype of codes, which need scales."""
+    return dtype in (torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +59,10 @@ class MasterForm(Enum):
     """The form of a sub-group's master weights; `_FOLLOWING` has the transitions."""
 
     WHOLE = auto()  #: In one key, as the optimizer sees them.
-    #: The members' own values, and the low halves that these lack. Signs of `flag_state` are flags.
+    #: The members' own values, and the low bits that these lack. Signs of `flag_state` are flags.
     ROUNDED = auto()
-    #: Exact high halves, and low halves: the members' values may differ. Signs of `flag_state` have
-    #: no meaning.
+    #: High halves of their own, and low bits: the members' values may differ. Signs of `flag_state`
+    #: have no meaning.
     EXACT = auto()
 
 
@@ -72,47 +80,98 @@ class SubGroup:
     Attributes:
         name: Unique; part of its keys.
         numel: Elements on this rank.
-        states: Dtype of each state in the store, in the optimizer's order.
+        states: Dtype of each state in the store, in the optimizer's order; of codes, if it is an
+            8-bit one.
+        coded: States in codes, in the order of their scales; empty until these are there.
         fills: Values that have not been written yet, with the value of every element. The name None
-            is that of the master weights' low halves.
-        members: With halves: its parameters.
-        flag_state: The state whose signs are flags; empty if the weights never were in halves.
+            is that of the master weights' low bits.
+        members: With low bits: its parameters.
+        flag_state: The state whose signs are flags; empty if there are no flags.
         form: Form of the master weights.
+        low_bits: What is stored of them beside the members.
     """
 
     name: str
     numel: int
     states: dict[str, torch.dtype] = field(default_factory=dict)
+    coded: Sequence[str] = ()
     fills: dict[str | None, float] = field(default_factory=dict)
     members: Sequence[Member] = ()
     flag_state: str = ""
     form: MasterForm = MasterForm.WHOLE
+    low_bits: LowBits = LowBits.FLAGGED
 
     def key(self, state: str | None = None) -> str:
-        """Return the store's name for the master weights or their low halves, or for a state."""
+        """Return the store's name for the master weights or their low bits, or for a state."""
         if state:
             return f"state.{self.name}.{state}"
         return self.low_key if self.is_split else f"master.{self.name}"
 
     @property
     def low_key(self) -> str:
-        """The store's name for low halves."""
+        """The store's name for low bits."""
         return f"low.{self.name}"
 
     @property
     def high_key(self) -> str:
-        """The store's name for exact high halves."""
+        """The store's name for high halves beside the members."""
         return f"high.{self.name}"
 
     @property
     def all_keys(self) -> list[str]:
         """All keys in the store that a step writes, besides those of its members."""
-        return [self.key(), *map(self.key, self.states)]
+        return [self.key(), *map(self.key, self.state_names)]
+
+    @property
+    def state_names(self) -> list[str]:
+        """The states, and the scales of those in codes."""
+        return [*self.states, *[SCALES][: len(self.coded)]]
 
     @property
     def is_split(self) -> bool:
-        """Whether master weights are in halves."""
+        """Whether master weights are low bits beside high halves."""
         return self.form is not MasterForm.WHOLE
+
+    @property
+    def read_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which each state is read: fp32 of codes."""
+        return {
+            name: torch.float32 if is_code(dtype) else dtype for name, dtype in self.states.items()
+        }
+
+    def is_coded(self, state: str) -> bool:
+        """Return whether a state is in codes."""
+        return is_code(self.states.get(state))
+
+    def stored_numel(self, state: str | None) -> int:
+        """Return the elements of a key."""
+        return scale_count(self.numel) * len(self.coded) if state == SCALES else self.numel
+
+    def code_keys(self, state: str) -> CodeKeys:
+        """Return the keys of a state in codes."""
+        return CodeKeys(
+            codes=self.key(state),
+            dtype=self.states[state],
+            scales=self.key(SCALES),
+            number=self.coded.index(state),
+            kinds=len(self.coded),
+            numel=self.numel,
+        )
+
+    def half_keys(self) -> HalfKeys:
+        """Return the keys of master weights that are split."""
+        has_flags = (
+            self.form is MasterForm.ROUNDED
+            and self.flag_state in self.states
+            and self.flag_state not in self.fills
+        )
+        return HalfKeys(
+            low_bits=self.low_bits,
+            low=None if None in self.fills else self.key(),
+            high=self.high_runs,
+            flags=self.key(self.flag_state) if has_flags else None,
+            flag_dtype=self.states.get(self.flag_state, torch.float32),
+        )
 
     def become(self, form: MasterForm) -> None:
         """Change the form to one that may follow."""

@@ -26,6 +26,7 @@ class FusedUpdate(Protocol):
         factor: float,
         weight: torch.Tensor,
         values: State,
+        scales: torch.Tensor | None,
         output: torch.Tensor | None,
     ) -> None:
         """Step in place.
@@ -36,6 +37,8 @@ class FusedUpdate(Protocol):
             factor: Multiplied into the gradient first.
             weight: The master weights; updated.
             values: The optimizer's state; updated.
+            scales: fp32, of states in codes, side by side (`kernels.codes`); updated. None if
+                there are none.
             output: Receives the new weights in its own dtype; None if they are not needed.
         """
 
@@ -98,7 +101,15 @@ def step_nothing(step: SubGroupStep) -> None:
         raise AssertionError(f"{step.name} was stepped early, and has no fused step")
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # not torch's defaults
     values = step.states[step.parameter]
-    step.fused(begin=0, gradient=nothing, factor=1.0, weight=nothing, values=values, output=None)
+    step.fused(
+        begin=0,
+        gradient=nothing,
+        factor=1.0,
+        weight=nothing,
+        values=values,
+        scales=nothing,
+        output=None,
+    )
 
 
 def is_state_tensor(name: str, value: object, numel: int) -> bool:

@@ -15,13 +15,15 @@ import torch
 from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
 from memascend.kernels.halves import clear_flags
-from memascend.streaming.optimizer.halves import HalfKeys, Halves
+from memascend.streaming.optimizer.codes import CodedStates
+from memascend.streaming.optimizer.halves import Halves
+from memascend.streaming.optimizer.low_bits import HIGH_DTYPE, LowBits
 from memascend.streaming.optimizer.sub_group import (
-    HIGH_DTYPE,
-    LOW_DTYPE,
+    SCALES,
     MasterForm,
     Member,
     SubGroup,
+    is_code,
 )
 from memascend.streaming.optimizer.tile_memory import TileMemory
 from memascend.transfer.staging import StagingSlots
@@ -42,6 +44,7 @@ class SubGroups:
         self._slots = slots
         self._tiles = tiles
         self._halves = Halves(store=store, slots=slots)
+        self._coded = CodedStates(store=store, slots=slots)
         self._groups: dict[str, SubGroup] = {}
 
     def create(
@@ -82,9 +85,15 @@ class SubGroups:
         return group
 
     def create_split(
-        self, name: str, numel: int, members: Sequence[Member], *, flag_state: str
+        self,
+        name: str,
+        numel: int,
+        members: Sequence[Member],
+        *,
+        low_bits: LowBits = LowBits.FLAGGED,
+        flag_state: str = "",
     ) -> SubGroup:
-        """Add a sub-group whose master weights, in halves, are the values of its members.
+        """Add a sub-group whose master weights are the values of its members, and low bits of 0.
 
         Nothing is read or written.
 
@@ -92,15 +101,21 @@ class SubGroups:
             name: Name of the sub-group.
             numel: Its number of elements.
             members: Its parameters, in bf16, with a key each. They cover every element.
-            flag_state: A state that is never negative, whose signs will be flags.
+            low_bits: Form of the low bits.
+            flag_state: With flags: a state that is never negative, whose signs they will be.
 
         Raises:
             StoreFullError: The drive has no room for it.
         """
         group = SubGroup(
-            name, numel, members=members, flag_state=flag_state, form=MasterForm.ROUNDED
+            name,
+            numel,
+            members=members,
+            flag_state=flag_state,
+            form=MasterForm.ROUNDED,
+            low_bits=low_bits,
         )
-        self.store.reserve(key=group.key(), nbytes=numel * LOW_DTYPE.itemsize)
+        self.store.reserve(key=group.key(), nbytes=numel * low_bits.dtype.itemsize)
         group.fills[None] = 0
         self._groups[name] = group
         return group
@@ -139,10 +154,27 @@ class SubGroups:
             StoreFullError: The drive has no room for it.
         """
         group = self._groups[name]
+        if is_code(dtype):
+            self._add_scales(group)
         self.store.reserve(key=group.key(state), nbytes=group.numel * dtype.itemsize)
-        group.states[state] = dtype
+        self._note_state(group, state, dtype)
         if fill is not None:
             group.fills[state] = fill
+
+    def _note_state(self, group: SubGroup, state: str, dtype: torch.dtype) -> None:
+        """Note a state's dtype; states that tiles have blocks for stay in their order."""
+        states = group.states | {state: dtype}
+        known = [name for name in self._tiles.shape.moments if name in states]
+        group.states = {name: states[name] for name in [*known, *states]}
+
+    def _add_scales(self, group: SubGroup) -> None:
+        """Give a sub-group scales of zero for all states in codes, unless it has them."""
+        if group.coded:
+            return
+        group.coded = self._tiles.shape.coded
+        nbytes = group.stored_numel(SCALES) * torch.float32.itemsize
+        make_anew(self.store, group.key(SCALES), nbytes)
+        group.fills[SCALES] = 0
 
     # -- single values ---------------------------------------------------------------------------
 
@@ -150,12 +182,18 @@ class SubGroups:
         """Fill a host tensor with a range of the master weights, or of a state, in its dtype."""
         group = self._groups[name]
         if state is None and group.is_split:
-            with closing(self._halves.joined(_half_keys(group), begin, target.numel())) as parts:
+            with closing(self._halves.joined(group.half_keys(), begin, target.numel())) as parts:
                 for first, weights in parts:
                     target.narrow(0, first - begin, weights.numel()).copy_(weights)
             return
         if state in group.fills:
             target.fill_(group.fills[state])
+            return
+        if state is not None and group.is_coded(state):
+            keys = group.code_keys(state)
+            with closing(self._coded.decoded(keys, begin, target.numel())) as parts:
+                for first, values in parts:
+                    target.narrow(0, first - begin, values.numel()).copy_(values)
             return
         stored = self._dtype(group, state)
         offset = begin * stored.itemsize
@@ -175,34 +213,42 @@ class SubGroups:
             self.keep_high(name)
             self._set_halves(group, begin, value)
             return
-        if state == group.flag_state:
-            _check_sign(group, value)
+        if state is not None and state == group.flag_state:
+            _check_sign(group, state, value)
             self.keep_high(name)  # the flags are lost
-        if state in group.fills:
-            self._write_out(group, state)
+        for unwritten in {state, SCALES} & set(group.fills):
+            self._write_out(group, unwritten)
+        if state is not None and group.is_coded(state):
+            self._set_coded(group, state, begin, value)
+            return
         stored = self._dtype(group, state)
         offset = begin * stored.itemsize
         self._slots.write(key=group.key(state), source=value, offset_bytes=offset, dtype=stored)
         self._slots.wait_writes()
 
+    def _set_coded(self, group: SubGroup, state: str, begin: int, value: torch.Tensor) -> None:
+        if group.states[state] == torch.uint8:
+            _check_sign(group, state, value)
+        source = _parts_of(value)
+        self._coded.fill(group.code_keys(state), begin, value.numel(), source)
+
     def _set_halves(self, group: SubGroup, begin: int, value: torch.Tensor) -> None:
-
-        def source(first: int, weights: torch.Tensor) -> None:
-            weights.copy_(value.narrow(0, first, weights.numel()))
-
         self._halves.fill(
+            low_bits=group.low_bits,
             high=group.high_key,
             low=group.key(),
             begin=begin,
             numel=value.numel(),
-            source=source,
+            source=_parts_of(value),
         )
 
     def _dtype(self, group: SubGroup, state: str | None) -> torch.dtype:
         """Return the dtype of the values in a state's key, or in that of the master weights."""
+        if state == SCALES:
+            return torch.float32
         if state is not None:
             return group.states[state]
-        return LOW_DTYPE if group.is_split else self.master_dtype
+        return group.low_bits.dtype if group.is_split else self.master_dtype
 
     # -- halves ----------------------------------------------------------------------------------
 
@@ -218,7 +264,7 @@ class SubGroups:
         for group in map(self.group, names):
             if group.form is MasterForm.ROUNDED:
                 make_anew(self.store, group.high_key, group.numel * HIGH_DTYPE.itemsize)
-                self._halves.write_high(_half_keys(group), group.numel, group.high_key)
+                self._halves.write_high(group.half_keys(), group.numel, group.high_key)
                 if None in group.fills:
                     self._write_out(group, None)
                 group.become(MasterForm.EXACT)
@@ -235,7 +281,7 @@ class SubGroups:
             return
         whole = SubGroup(name, group.numel)
         make_anew(self.store, whole.key(), group.numel * self.master_dtype.itemsize)
-        with closing(self._halves.joined(_half_keys(group), 0, group.numel)) as parts:
+        with closing(self._halves.joined(group.half_keys(), 0, group.numel)) as parts:
             for first, weights in parts:
                 offset = first * self.master_dtype.itemsize
                 self.store.write(key=whole.key(), source=weights, offset_bytes=offset).wait()
@@ -250,9 +296,9 @@ class SubGroups:
             self._discard_unused(group)
 
     def _discard_unused(self, group: SubGroup) -> None:
-        if group.flag_state and group.form is not MasterForm.EXACT:
+        if group.members and group.form is not MasterForm.EXACT:
             self.store.discard(key=group.high_key)
-        if group.flag_state and not group.is_split:
+        if group.members and not group.is_split:
             self.store.discard(key=group.low_key)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -273,9 +319,14 @@ class SubGroups:
         """
         group = self._groups[name]
         if state is None and group.is_split:
-            with closing(self._halves.joined(_half_keys(group), 0, group.numel)) as parts:
+            with closing(self._halves.joined(group.half_keys(), 0, group.numel)) as parts:
                 for _, weights in parts:
                     yield weights.view(torch.uint8)
+            return
+        if state is not None and group.is_coded(state):
+            with closing(self._coded.decoded(group.code_keys(state), 0, group.numel)) as parts:
+                for _, values in parts:
+                    yield values.view(torch.uint8)
             return
         stored = self._dtype(group, state)
         for staged in self._slots.stream(
@@ -304,7 +355,7 @@ class SubGroups:
         Args:
             name: The sub-group.
             state: None for the master weights.
-            dtype: Dtype of the stored values.
+            dtype: Dtype of the values: the stored one, or fp32 of a state that is stored in codes.
             source: Called with (offset, uint8 tensor); fills the tensor with the bytes from there.
 
         Raises:
@@ -316,23 +367,45 @@ class SubGroups:
         if state is None and group.is_split:
             self._load_halves(group, source)
             return
+        if state is not None and is_code(self._tiles.shape.moments.get(state)):
+            self._load_coded(group, state, source)
+            return
         nbytes = group.numel * dtype.itemsize
-        if state == group.flag_state:
+        if state is not None and state == group.flag_state:
             self.keep_high(name)
-            source = _without_signs(group, dtype, source)
+            source = _without_signs(group, state, dtype, source)
         make_anew(self.store, group.key(state), nbytes)
         if state is not None:
-            group.states[state] = dtype
+            self._note_state(group, state, dtype)
             group.fills.pop(state, None)
         self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
 
+    def _load_coded(
+        self, group: SubGroup, state: str, source: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        self._add_scales(group)
+        if SCALES in group.fills:  # those of another state lie between
+            self._write_out(group, SCALES)
+        dtype = self._tiles.shape.moments[state]
+        self._note_state(group, state, dtype)
+        make_anew(self.store, group.key(state), group.numel * dtype.itemsize)
+        group.fills.pop(state, None)
+
+        def fill(first: int, values: torch.Tensor) -> None:
+            source(first * values.itemsize, values.view(torch.uint8))
+            if dtype == torch.uint8:
+                _check_sign(group, state, values)
+
+        self._coded.fill(group.code_keys(state), 0, group.numel, fill)
+
     def _load_halves(self, group: SubGroup, source: Callable[[int, torch.Tensor], None]) -> None:
-        for key in (group.key(), group.high_key):
-            make_anew(self.store, key, group.numel * LOW_DTYPE.itemsize)
+        for key, dtype in ((group.key(), group.low_bits.dtype), (group.high_key, HIGH_DTYPE)):
+            make_anew(self.store, key, group.numel * dtype.itemsize)
         if group.form is MasterForm.ROUNDED:
             group.become(MasterForm.EXACT)
         group.fills.pop(None, None)
         self._halves.fill(
+            low_bits=group.low_bits,
             high=group.high_key,
             low=group.key(),
             begin=0,
@@ -350,10 +423,11 @@ class SubGroups:
             self._discard_states(group)
 
     def _discard_states(self, group: SubGroup) -> None:
-        for name in group.states:
+        for name in group.state_names:
             self.store.discard(key=group.key(name))
             group.fills.pop(name, None)
         group.states.clear()
+        group.coded = ()
 
     def discard(self) -> None:
         """Discard all keys, and drop the sub-groups."""
@@ -368,47 +442,41 @@ class SubGroups:
     def _write_out(self, group: SubGroup, state: str | None) -> None:
         """Write values that are still one fill value, and wait for them."""
         dtype, fill = self._dtype(group, state), group.fills[state]
-        for begin, count in self._slots.chunks(group.numel, dtype.itemsize):
+        numel = group.stored_numel(state)
+        for begin, count in self._slots.chunks(numel, dtype.itemsize):
             staged = self._slots.take(count, dtype).fill_(fill)
             self._slots.submit(group.key(state), staged, begin * dtype.itemsize)
         self._slots.wait_writes()
         del group.fills[state]  # last: Ctrl-C may come anywhere
 
 
-def _half_keys(group: SubGroup) -> HalfKeys:
-    """Return the keys of the master weights of a sub-group in halves."""
-    flag_state = group.flag_state
-    has_flags = (
-        group.form is MasterForm.ROUNDED
-        and flag_state in group.states
-        and flag_state not in group.fills
-    )
-    return HalfKeys(
-        low=None if None in group.fills else group.key(),
-        high=group.high_runs,
-        flags=group.key(flag_state) if has_flags else None,
-        flag_dtype=group.states.get(flag_state, torch.float32),
-    )
+def _parts_of(values: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
+    """Return a source of a tensor's elements: (first element, target)."""
+
+    def fill(first: int, target: torch.Tensor) -> None:
+        target.copy_(values.narrow(0, first, target.numel()))
+
+    return fill
 
 
-def _check_sign(group: SubGroup, values: torch.Tensor) -> None:
+def _check_sign(group: SubGroup, state: str, values: torch.Tensor) -> None:
     """Refuse values below zero."""
     if bool((values < 0).any()):
         raise ValueError(
-            f"{group.flag_state} of sub-group {group.name} would be {values.min().item()}. likely "
+            f"{state} of sub-group {group.name} would be {values.min().item()}. likely "
             "cause: values of another state, or a damaged file; a second moment is a mean of "
             "squares. fix: give values that are not negative"
         )
 
 
 def _without_signs(
-    group: SubGroup, dtype: torch.dtype, source: Callable[[int, torch.Tensor], None]
+    group: SubGroup, state: str, dtype: torch.dtype, source: Callable[[int, torch.Tensor], None]
 ) -> Callable[[int, torch.Tensor], None]:
     """Return a source whose values have no sign; -0.0 and NaN may have one."""
 
     def fill(offset: int, target: torch.Tensor) -> None:
         source(offset, target)
-        _check_sign(group, target.view(dtype))
+        _check_sign(group, state, target.view(dtype))
         clear_flags(target.view(dtype))
 
     return fill

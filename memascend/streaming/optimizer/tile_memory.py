@@ -7,7 +7,7 @@ the optimizer nor the source of gradients. One thread at a time may call, except
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +15,11 @@ import torch
 from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.sizes import casts
+from memascend.base.units import page_up
 from memascend.base.waiting import CopyTicket, event_here
+from memascend.kernels.codes import scale_count
 from memascend.memory.pool import Lease, Pool
+from memascend.streaming.optimizer.sub_group import is_code
 from memascend.transfer.pending import Pending
 from memascend.transfer.slots import Slots
 
@@ -31,6 +34,7 @@ class TileShape:
         state_count: States per parameter (2 for Adam); blocks for more are added when they appear.
         master_dtype: Dtype of master weights, and of gradients in the step.
         state_dtype: Dtype of states.
+        moments: Dtypes of Adam's two moments by name, if one of them is in codes; else empty.
         gradient_dtype: Dtype of stored gradients.
         parameter_dtype: Dtype of the parameters.
         spare_count: Blocks beside the tiles, for gradients that arrive before their tile is read.
@@ -44,6 +48,12 @@ class TileShape:
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
     spare_count: int = 0
+    moments: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def coded(self) -> tuple[str, ...]:
+        """States in codes, in the order of their scales."""
+        return tuple(name for name, dtype in self.moments.items() if is_code(dtype))
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +68,12 @@ class Tile:
     raw: torch.Tensor  # gradients in their stored dtype
     cast: torch.Tensor | None  # parameters in their own dtype
     states: list[torch.Tensor]
+    scales: torch.Tensor  # of states in codes, side by side; may be empty
     transfers: Pending[Ticket] = field(default_factory=Pending)
 
-    @property
-    def low(self) -> torch.Tensor:
-        """Low halves of master weights, in the block of whole ones."""
-        return self.master.view(torch.int16).narrow(0, 0, self.numel)
+    def low(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the low bits of master weights, in the block of whole ones."""
+        return self.master.view(dtype).narrow(0, 0, self.numel)
 
     @property
     def high(self) -> torch.Tensor:
@@ -106,9 +116,13 @@ class TileMemory:
         self.shape = shape
         self._has_output = casts(shape.parameter_dtype, shape.master_dtype)
         output = [shape.parameter_dtype] * self._has_output
-        states = [shape.state_dtype] * shape.state_count
+        states = list(shape.moments.values()) or [shape.state_dtype] * shape.state_count
         self._dtypes = [shape.master_dtype, shape.gradient_dtype, *output, *states]
-        self._tile_bytes = sum(map(self._block_bytes, self._dtypes))
+        self._block_sizes = list(map(self._block_bytes, self._dtypes))
+        self._dtypes.append(torch.float32)
+        scales = scale_count(shape.numel) * len(shape.coded)
+        self._block_sizes.append(page_up(scales * torch.float32.itemsize))
+        self._tile_bytes = sum(self._block_sizes)
         slots = Slots(memory=memory, component=OPTIMIZER_TILES, wait_idle=wait_idle)
         slots.resize(slot_bytes=self._tile_bytes, slot_count=shape.count)
         self._slots = slots
@@ -143,8 +157,8 @@ class TileMemory:
             if not self.has_idle():
                 raise AssertionError("every tile is taken and none was retired")
         memory = self._slots.cut(self._tile_bytes, torch.uint8)
-        parts = memory.split_with_sizes(list(map(self._block_bytes, self._dtypes)))
-        master, raw, *others = (
+        parts = memory.split_with_sizes(self._block_sizes)
+        master, raw, *others, scales = (
             part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)
         )
         return Tile(
@@ -156,6 +170,7 @@ class TileMemory:
             raw=raw,
             cast=others.pop(0) if self._has_output else None,
             states=others + self._more_states.get(memory.data_ptr(), []),
+            scales=scales,
         )
 
     def has_idle(self) -> bool:
@@ -201,6 +216,24 @@ class TileMemory:
         tile.add(
             self._store.write(key=key, source=source, offset_bytes=offset_bytes, hold=tile.memory)
         )
+
+    def read_scales(self, tile: Tile, key: str) -> None:
+        """Start reading the scales of the tile's range."""
+        self.read_part(tile, key, *self._scales(tile))
+
+    def write_scales(self, tile: Tile, key: str) -> None:
+        """Start writing the scales of the tile's range."""
+        self.write_part(tile, key, *self._scales(tile))
+
+    def scales(self, tile: Tile) -> torch.Tensor:
+        """Return the scales of the tile's range."""
+        return self._scales(tile)[0]
+
+    def _scales(self, tile: Tile) -> tuple[torch.Tensor, int]:
+        """Return the scales of the tile's range, and their offset in bytes in their key."""
+        kinds = len(self.shape.coded)
+        part = tile.scales.narrow(0, 0, scale_count(tile.numel) * kinds)
+        return part, scale_count(tile.begin) * kinds * part.itemsize
 
     def copy_part(self, tile: Tile, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start copying memory of the tile to a tensor of any device, in stream order."""

@@ -20,6 +20,7 @@ from tests.support.tiled_training import tile_shape
 BF16 = torch.bfloat16
 NUMEL = 5000
 STATES = dict.fromkeys(MOMENTS, BF16)
+FEWER = 'state_dtype="bf16"'
 
 
 def shape(gradient: torch.dtype = BF16) -> TileShape:
@@ -37,7 +38,7 @@ def optimizer() -> DeepSpeedCPUAdam:
 
 
 def fused_of(optimizer: Any, rank: int = 0) -> FusedAdam:
-    fused = fused_adam(optimizer, shape(), rank, is_needed=True)
+    fused = fused_adam(optimizer, shape(), rank, fewer=FEWER)
     assert fused.is_fused
     return fused
 
@@ -107,21 +108,21 @@ def message_of(caught: pytest.ExceptionInfo[ConfigError]) -> str:
 
 def test_another_optimizer_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError) as caught:
-        fused_adam(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), shape(), is_needed=True)
+        fused_adam(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), shape(), fewer=FEWER)
     assert "torch.optim.adamw.AdamW" in message_of(caught)
 
 
 def test_numbers_that_are_tensors_are_refused_at_the_start(optimizer: DeepSpeedCPUAdam) -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
     with pytest.raises(ConfigError) as caught:
-        fused_adam(optimizer, shape(), is_needed=True)
+        fused_adam(optimizer, shape(), fewer=FEWER)
     assert "lr=0.001" in message_of(caught).replace("tensor(0.0010)", "0.001")
 
 
 def test_a_step_that_somebody_watches_is_refused_at_the_start(optimizer: DeepSpeedCPUAdam) -> None:
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(ConfigError) as caught:
-        fused_adam(optimizer, shape(), is_needed=True)
+        fused_adam(optimizer, shape(), fewer=FEWER)
     assert "hooks" in message_of(caught)
 
 
@@ -130,13 +131,13 @@ def test_a_machine_whose_operator_gives_other_bits_is_refused(
 ) -> None:
     monkeypatch.setattr(module, "find_tail_width", lambda *_, **__: None)
     with pytest.raises(ConfigError) as caught:
-        fused_adam(optimizer, shape(), is_needed=True)
+        fused_adam(optimizer, shape(), fewer=FEWER)
     assert "other bits" in message_of(caught)
 
 
 def test_tiles_that_no_kernel_reads_are_refused(optimizer: DeepSpeedCPUAdam) -> None:
     with pytest.raises(ConfigError, match="no kernel"):
-        fused_adam(optimizer, shape(gradient=torch.float64), is_needed=True)
+        fused_adam(optimizer, shape(gradient=torch.float64), fewer=FEWER)
 
 
 def test_what_shows_later_is_refused_at_the_step(optimizer: DeepSpeedCPUAdam) -> None:

@@ -76,7 +76,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Restored:
     """An optimizer, its steps and slots, that notes what it is told. `failing` calls fail."""
 
-    keeps_bf16_states = False
+    asked_dtype = "fp32"
 
     def __init__(self, **failing: Exception) -> None:
         self.calls: list[str] = []

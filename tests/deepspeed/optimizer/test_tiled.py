@@ -139,8 +139,9 @@ def test_a_gradient_that_is_lost_stops_the_step_before_a_weight_changes(
 
 @pytest.mark.parametrize(("fp32_states", "dtype"), [(True, FP32), (False, BF16)])
 def test_states_begin_as_the_optimizer_would_make_them_in_its_dtype(
-    optimizer: Tiled, fp32_states: bool, dtype: torch.dtype
+    fp32_states: bool, dtype: torch.dtype
 ) -> None:
+    optimizer = Tiled(adamw, state_dtype=dtype)
     parameter = optimizer.masters[0]
     parameter.data = parameter.data.to(BF16)
     optimizer.stage3.master_weights_and_grads_dtype = BF16
@@ -318,21 +319,6 @@ def test_what_failed_before_a_load_does_not_matter(
 
 
 # -- construction and the end --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("streams_gradients", "gradient_dtype"), [(True, BF16), (False, FP32)])
-def test_gradients_of_deepspeeds_flat_buffer_come_in_the_dtype_of_the_step(
-    streams_gradients: bool, gradient_dtype: torch.dtype
-) -> None:
-    shape = Tiled(adamw, streams_gradients=streams_gradients).shape
-    assert shape.gradient_dtype == gradient_dtype
-    assert (shape.master_dtype, shape.parameter_dtype, shape.state_count) == (FP32, BF16, 2)
-
-
-def test_a_plan_says_what_a_tile_holds(optimizer: Tiled) -> None:
-    optimizer.runtime.plan = SimpleNamespace(tile_numel=8192, tile_count=5, spare_count=7)
-    shape = optimizer.steps._tile_shape()
-    assert (shape.numel, shape.count, shape.spare_count) == (8192, 5, 7)
 
 
 def test_deepspeeds_cpu_adam_is_fused_and_gives_the_bits_of_its_own_step() -> None:

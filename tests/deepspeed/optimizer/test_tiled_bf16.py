@@ -104,7 +104,7 @@ def test_the_block_decides_what_tiles_hold_and_rank_0_says_it_is_inexact(
         optimizer = Tiled(adam, block=BLOCK)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert ["state_dtype" in record.getMessage() for record in warnings] == [True]
-    assert optimizer.steps.keeps_bf16_states
+    assert optimizer.steps.asked_dtype == "bf16"
     assert optimizer.shape.state_dtype == BF16
 
 
@@ -121,7 +121,7 @@ def test_states_that_deepspeed_keeps_in_bf16_are_no_request_for_ours(
     shape = runtime._optimizer.tiles.shape
     assert (shape.master_dtype, shape.state_dtype) == (BF16, kept)
     assert not optimizer.steps._fused.is_fused
-    assert not optimizer.steps.keeps_bf16_states
+    assert optimizer.steps.asked_dtype == "fp32"
 
 
 def test_another_optimizer_is_refused_when_tiles_are_made() -> None:
@@ -152,13 +152,11 @@ def test_moments_are_loaded_into_what_the_run_keeps(
     ]
     for parameter in optimizer.masters:
         optimizer.base.state[parameter] = {"step": 3}
-    for tensor in restoring._as_kept(
-        optimizer.upstream, loaded, in_bf16=optimizer.steps.keeps_bf16_states
-    ):
+    for tensor in restoring._as_kept(optimizer.upstream, loaded, optimizer.steps.asked_dtype):
         optimizer.steps.load_tensor(tensor)
     for (name, state), value in moments.items():
         assert torch.equal(optimizer.training.master(name, state), value.to(kept).float())
-    assert caplog.text.count("Adam's moments are in") == (saved != kept)
+    assert caplog.text.count("Adam's moments are in another dtype") == (saved != kept)
     optimizer.steps.mend()
     optimizer.walk(gradients(0, BF16))
     for name in NAMES:

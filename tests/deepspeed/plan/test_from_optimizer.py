@@ -298,7 +298,7 @@ def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
         count=plan.tile_count,
         state_count=request.states,
         master_dtype=master,
-        state_dtype=state_dtype(base, master, in_bf16=False),
+        state_dtype=state_dtype(base, master, "fp32"),
         gradient_dtype=sums,
         parameter_dtype=stored,
     )

@@ -111,16 +111,17 @@ def test_the_group_with_most_states_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "in_bf16", "expected"),
+    ("keywords", "asked", "expected"),
     [
-        ({}, False, torch.float32),
-        ({"fp32_optimizer_states": True}, False, torch.float32),
-        ({"fp32_optimizer_states": False}, False, torch.float16),
-        ({"fp32_optimizer_states": True}, True, torch.bfloat16),
+        ({}, "fp32", torch.float32),
+        ({"fp32_optimizer_states": True}, "fp32", torch.float32),
+        ({"fp32_optimizer_states": False}, "fp32", torch.float16),
+        ({"fp32_optimizer_states": True}, "bf16", torch.bfloat16),
+        ({"fp32_optimizer_states": False}, "int8", torch.float32),
     ],
 )
 def test_states_follow_the_master_weights_only_where_deepspeed_is_told_so(
-    keywords: dict[str, bool], in_bf16: bool, expected: torch.dtype
+    keywords: dict[str, bool], asked: str, expected: torch.dtype
 ) -> None:
     optimizer = SimpleNamespace(**keywords)
-    assert state_dtype(optimizer, torch.float16, in_bf16=in_bf16) == expected
+    assert state_dtype(optimizer, torch.float16, asked) == expected

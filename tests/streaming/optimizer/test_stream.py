@@ -126,6 +126,7 @@ class Halving:
         factor: float,
         weight: torch.Tensor,
         values: Any,
+        scales: None,
         output: torch.Tensor | None,
         begin: int,
     ) -> None:

@@ -81,7 +81,7 @@ def test_a_step_of_no_element_is_counted() -> None:
     assert step.states[parameter] == {"step": 4}
     (given,) = seen
     expected = {"begin": 0, "gradient": (0,), "factor": 1.0, "weight": (0,), "output": None}
-    assert given == expected
+    assert given == expected | {"scales": (0,)}
 
 
 def test_second_values_have_a_name_of_their_own() -> None:

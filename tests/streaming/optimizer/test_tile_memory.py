@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Callable
 
@@ -11,13 +12,21 @@ import torch
 from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
 from memascend.nvme.store import MemoryFaults
+from memascend.plan.knobs import choose_knobs, spare_count
+from memascend.plan.request import PlanRequest
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
+from tests.support.plan_models import decoder
 from tests.support.streaming_fakes import FakeStore
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
-from tests.support.tiled_training import Training, gradients
+from tests.support.tiled_training import Training, gradients, tile_shape
 
 NUMEL = 4096
+#: Dtypes of Adam's moments, by form.
+FORMS = {
+    "int8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
+    "int8/bf16": {"exp_avg": torch.int8, "exp_avg_sq": torch.bfloat16},
+}
 
 
 def tiles_of(
@@ -55,6 +64,24 @@ def test_states_in_bf16_take_half_of_the_memory() -> None:
         block = narrow.state(tile, number, torch.bfloat16)
         assert (block.dtype, block.numel()) == (torch.bfloat16, 100)
     assert narrow.nbytes - (wide.nbytes - 2 * NUMEL * 2) == 2 * NUMEL
+
+
+@pytest.mark.parametrize("numel", [4096, 3 * 4096, 1 << 17])
+@pytest.mark.parametrize("form", FORMS)
+def test_states_in_codes_take_the_memory_that_the_plan_says(form: str, numel: int) -> None:
+    shape = tile_shape(numel=numel, count=3, moments=FORMS[form], spare_count=2)
+    memory = HostTensors()
+    tiles = TileMemory(store=memory_store(), memory=memory, shape=shape)
+    request = PlanRequest(state_dtype=form, during_backward=True)
+    knobs = choose_knobs(decoder(), request, None)
+    knobs = dataclasses.replace(knobs, tile_numel=numel, tile_count=3)
+    planned = knobs.host(request)["optimizer tiles"]
+    spares = spare_count(request, 3) - 2
+    assert memory.nbytes["optimizer tiles"] == planned - 2 * numel * spares
+    tile = tiles.take("group", 0, numel)
+    for number, dtype in enumerate(shape.moments.values()):
+        assert tiles.state(tile, number, dtype).dtype == dtype
+    assert tiles.scales(tile).numel() == len(shape.coded) * numel // 128
 
 
 def test_what_was_written_is_read_and_the_last_tile_is_shorter() -> None:
