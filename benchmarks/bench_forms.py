@@ -2,10 +2,10 @@
 
 One model, whose layers compute for a stated time (`sleeping_model.py`), is trained in all forms at
 once, which take turns of a few steps: master weights whole or in halves, with clipping and without,
-steps that begin during backward as a guess that is always right or always wrong, moments in bf16,
-and stock. What a turn leaves to be done behind its last step is waited for, and counts. Ratios are
-to whole master weights, within a round. Bytes are those of the drive, as the kernel counts them,
-beside those of the plan.
+steps that begin during backward as a guess that is always right or always wrong, moments in bf16
+or 8 bits, and stock. What a turn leaves to be done behind its last step is waited for, and counts.
+Ratios are to whole master weights, within a round. Bytes are those of the drive, as the kernel
+counts them, beside those of the plan.
 
 With --drive-rate a control group holds the drive to a rate: a consumer SSD past its cache.
 """
@@ -54,6 +54,7 @@ class Form:
 
 WHOLE = "whole master weights"
 _EARLY = {"during_backward": True}
+_EIGHT = {"state_dtype": "int8", "master_dtype": "bf16+8"}
 FORMS = {
     WHOLE: Form({"split_master": False}),
     "halves": Form({}),
@@ -62,6 +63,9 @@ FORMS = {
     "whole, no clipping, during backward": Form(_EARLY | {"split_master": False}, 0.0),
     "halves, no clipping, during backward": Form(_EARLY, 0.0),
     "halves, moments in bf16": Form({"state_dtype": "bf16"}),
+    "halves, moments in 8 bits": Form({"state_dtype": "int8"}),
+    "24-bit weights, moments in 8 bits": Form(_EIGHT),
+    "24-bit weights, moments in 8 bits, right guesses": Form(_EARLY | _EIGHT),
     STOCK: Form(None),
 }
 
