@@ -43,7 +43,8 @@ export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all compiler environment demo test test-all test-root lint type test-cpp docs bench bench-memory
-.PHONY: bench-step bench-overlap bench-forms bench-context bench-volumes kill-test soak fuzz clean device test-device
+.PHONY: bench-step bench-overlap bench-forms bench-formats bench-context bench-volumes kill-test soak fuzz clean
+.PHONY: device test-device
 .PHONY: test-releases test-versions test-frameworks
 
 help: ## list the targets
@@ -120,6 +121,9 @@ bench-step: environment ## time and drive traffic of training steps, against sto
 
 bench-forms: environment ## bytes and seconds of each form of a step beside a slow drive
 	$(BIN)/python benchmarks/bench_forms.py $(BENCH_ARGS)
+
+bench-formats: environment ## losses, updates and second moments with moments in 8 bits and master weights in 24
+	$(BIN)/python benchmarks/bench_formats.py $(BENCH_ARGS)
 
 bench-overlap: environment ## what of a step overlaps: compute of a stated time beside the drive
 	$(BIN)/python benchmarks/bench_overlap.py $(BENCH_ARGS)

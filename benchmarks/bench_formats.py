@@ -84,7 +84,6 @@ SIZES = {
     ),
 }
 
-
 #: The first of each seed is what the others are compared with.
 RUNS = (
     Run("fp32", "fp32"),
@@ -243,10 +242,13 @@ def _ignore(_step: int, _moments: Moments) -> None:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The tables of a JSON file, in Markdown; only seeds whose runs are all there."""
+    """The tables of a JSON file, in Markdown; only seeds whose runs are all there.
+
+    Seeds may be in several files; of other rows that are in more than one the first counts.
+    """
     cases: dict[str, dict[str, Any]] = {}
     for row in rows:
-        cases.setdefault(row["case"], {})[row["contender"]] = row["figures"]
+        cases.setdefault(row["case"], {}).setdefault(row["contender"], row["figures"])
     seeds = [
         found
         for case, found in cases.items()
