@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memascend.base.units import GIB, parse_nbytes
+from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.plan.request import PlanRequest
-from tests.integration.programs import REPOSITORY
+from tests.integration.programs import REPOSITORY, alone, run
 
 yaml = pytest.importorskip("yaml")
 torch = pytest.importorskip("torch")
@@ -73,7 +74,7 @@ def test_numbers_in_a_recipe_are_numbers(name: str) -> None:
 @pytest.mark.parametrize("path", JSONS, ids=by_stem)
 def test_a_json_of_the_recipes_is_accepted_with_everything_on_the_drive(path: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    assert config["memascend"] == {}
+    assert config["memascend"] == {"host_memory_limit": 0.5}  # of the machine, for each rank
     assert active_config(config) is not None
     check_config(parse_deepspeed(config))
     request = PlanRequest.from_deepspeed(config)
@@ -157,22 +158,52 @@ def first_of(recipe: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return next(recipe[key] for key in keys if key in recipe)
 
 
+#: Keys with which a framework computes the loss in chunks.
+LIGER_KEYS = ("liger_fused_linear_cross_entropy", "enable_liger_kernel", "use_liger_kernel")
+
+
 @pytest.mark.parametrize("name", sorted(set(KEYS) - {"accelerate"}))
-def test_a_recipe_fits_the_card_that_it_names(
+def test_a_recipe_fits_the_machine_that_it_names(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load(name)
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    [card] = re.findall(r"Fits a GPU of (\d+ GiB)\.", text)
+    named = r"Fits a GPU of (\d+) GiB, host memory of (\d+) GiB and a drive of (\d+) TB\."
+    [sizes] = re.findall(named, text)
+    card, memory, terabytes = map(int, sizes)
     model = tmp_path / "config.json"
     model.write_text(json.dumps(SHAPES[first_of(recipe, MODEL_KEYS)] | COMMON))
     options = ["--config", str(FOLDER / (json_of(name) or "accelerate.json")), "--json"]
+    options += ["--limit", f"{memory // 2}GiB"]  # the JSON's half, of the machine named
     options += ["--context", str(first_of(recipe, LENGTH_KEYS))]
     options += ["--batch", str(first_of(recipe, BATCH_KEYS))]
-    options += ["--device-memory", card.replace(" ", ""), "--host-memory", "16GiB"]
+    options += ["--device-memory", f"{card}GiB", "--host-memory", f"{memory}GiB"]
+    options += ["--fused-loss"] if any(recipe.get(key) for key in LIGER_KEYS) else []
     assert main(["plan", str(model), *options]) == 0
-    ways = json.loads(capsys.readouterr().out)["context"]["ways"]
+    found = json.loads(capsys.readouterr().out)
+    ways = found["context"]["ways"]
 
-    # With an empty block checkpoints stay on the device, where stock has them.
-    assert ways["stock, checkpointing"]["device_bytes"] <= parse_nbytes(card.replace(" ", ""))
-    assert ways["memascend, checkpointing"]["host_bytes"] <= 8 * GIB
+    # The JSON leaves activations on the device, where stock has its checkpoints.
+    assert ways["stock, checkpointing"]["device_bytes"] <= card * GIB
+    assert ways["memascend, checkpointing"]["host_bytes"] <= memory * GIB
+    assert found["memascend"]["drive_bytes"] <= terabytes * 10**12
+
+
+@pytest.mark.deepspeed
+def test_the_trainers_line_of_the_readme_is_accepted_with_its_json(tmp_path: Path) -> None:
+    """transformers raises an error where the JSON and the arguments differ."""
+    pytest.importorskip("transformers")
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [arguments] = re.findall(r"`TrainingArguments\((.*?), \.\.\.\)`", readme)
+    shutil.copyfile(FOLDER / "trainer.json", tmp_path / "ds.json")
+    program = f"""
+from types import SimpleNamespace
+from transformers import TrainingArguments
+training = TrainingArguments({arguments}, output_dir="out", use_cpu=True)
+model = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+training.hf_deepspeed_config.trainer_config_finalize(training, model, 10)
+print("precision", training.hf_deepspeed_config.config["bf16"]["enabled"])
+"""
+    done = run(["-c", program], cwd=tmp_path, environment=alone())
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "precision True" in done.stdout
