@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# Unrun under Slurm. tests/test_deploy.py runs it with stand-ins for deepspeed and memascend.
+#
 # sbatch deploy/slurm.sh train.py ds.json [options of train.py]
 #
 # ds.json has "nvme_path": "@SWAP@", which becomes a folder of this job on the node's own drive.

@@ -85,9 +85,25 @@ class Ledger:
         """Resident memory that is not ours, at the peak: Python, torch, DeepSpeed."""
         return max(0, self.resident_bytes_peak - self.held_bytes_peak)
 
+    @property
+    def peak_note(self) -> str:
+        """Why some peaks are above the plan; empty if none is."""
+        above = [
+            row.component
+            for row in self.rows
+            if row.planned_bytes is not None and row.peak_bytes > row.planned_bytes
+        ]
+        if not above:
+            return ""
+        return (
+            f"peak above planned ({', '.join(above)}): while the model is built, before its plan "
+            "exists, these have fixed sizes"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the account for JSON."""
         return asdict(self) | {
+            "peak_note": self.peak_note,
             "planned_bytes": self.planned_bytes,
             "live_bytes": self.live_bytes,
             "other_bytes_peak": self.other_bytes_peak,
@@ -141,6 +157,8 @@ class Ledger:
             )
             for line in lines
         ]
+        if self.peak_note:
+            table.append(f"  {self.peak_note}")
         if self.heap:
             table.append(f"  {self.heap}")
         if self.unregistered_bytes:

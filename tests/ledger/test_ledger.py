@@ -29,6 +29,8 @@ LEDGER = Ledger(
     resident_bytes_peak=130 * MIB,
     drive={"bytes_read": 7},
 )
+#: The table alone, without the line on a peak above the plan.
+TABLE = LEDGER.describe().replace(f"\n  {LEDGER.peak_note}", "")
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -95,7 +97,7 @@ def test_faults_that_were_survived_are_told_by_kind_and_others_not_mentioned() -
 
 
 def test_the_table_has_a_row_for_each_component_and_two_for_the_sums() -> None:
-    found = cells(LEDGER.describe())
+    found = cells(TABLE)
     assert found == {
         "component": ["planned", "now", "peak"],
         "optimizer tiles": ["12.00 MiB", "11.00 MiB", "12.00 MiB"],
@@ -107,7 +109,16 @@ def test_the_table_has_a_row_for_each_component_and_two_for_the_sums() -> None:
 
 
 def test_all_lines_of_the_table_are_equally_long() -> None:
-    assert len({len(line) for line in LEDGER.describe().splitlines()}) == 1
+    assert len({len(line) for line in TABLE.splitlines()}) == 1
+
+
+def test_a_peak_above_the_plan_is_explained() -> None:
+    assert LEDGER.peak_note.startswith("peak above planned (staging slots): while the model")
+    assert LEDGER.peak_note in LEDGER.describe()
+    assert LEDGER.as_dict()["peak_note"] == LEDGER.peak_note
+    kept = replace(LEDGER, rows=[ROWS[0], ROWS[2]])
+    assert kept.peak_note == ""
+    assert "above" not in kept.describe()
 
 
 def test_without_a_limit_the_table_says_so() -> None:

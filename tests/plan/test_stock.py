@@ -220,3 +220,22 @@ def test_on_the_cpu_everything_stays_there() -> None:
     assert plan.drive_bytes == 0
     assert plan.host["B 16-bit cache"] == 2 * MIB
     assert plan.host["optimizer kept in memory"] == 16 * MIB
+
+
+@pytest.mark.parametrize(("model", "percent"), [("Llama-3.1-8B", 42), ("Qwen2.5-32B", 51)])
+def test_the_four_pieces_save_half_of_a_tuned_stock_in_fp16(model: str, percent: int) -> None:
+    """docs/comparison.md has these figures."""
+    offload = {"device": "nvme", "pin_memory": False}
+    zero = {
+        "stage": 3,
+        "sub_group_size": 10**8,
+        "offload_param": {**offload, "max_in_cpu": 0},
+        "offload_optimizer": offload,
+    }
+    settings = parse_deepspeed({"fp16": {"enabled": True}, "zero_optimization": zero})
+    request = PlanRequest(precision="fp16", sub_group_size=10**8)
+    peaks = [
+        account(builtin(model), request=request, settings=settings).peak_bytes
+        for account in (stock, four_pieces)
+    ]
+    assert int(100 * (1 - peaks[1] / peaks[0])) == percent

@@ -294,6 +294,8 @@ def test_settings_show_what_differs() -> None:
 def test_a_run_without_an_end_has_components_and_no_ledger() -> None:
     report = make_comparison()
     ours = report.runs[1]
+    ours.recording.ledger["peak_note"] = "peak above planned (staging slots): why"
+    assert "peak above planned (staging slots): why" in page(report).text
     ours.recording = type(ours.recording)(ours.recording.marks)
     text = page(report).text
     assert "Host memory of rank 0 by component, memascend" in text
