@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from memascend.cli.checkpoint import checkpoint_command_parser
 from memascend.cli.compare.command import compare_command_parser
+from memascend.cli.config import config_command_parser
 from memascend.cli.doctor import doctor_command_parser
+from memascend.cli.env import env_command_parser
 from memascend.cli.monitor import monitor_command_parser
 from memascend.cli.plan import plan_command_parser
 from memascend.cli.volume.command import volume_command_parser
@@ -28,11 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     checkpoint_command_parser(commands)
     compare_command_parser(commands)
+    config_command_parser(commands)
     doctor_command_parser(commands)
+    env_command_parser(commands)
     monitor_command_parser(commands)
     plan_command_parser(commands)
     volume_command_parser(commands)
-    parsed = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:
+        parser.print_help()
+        return 0
+    parsed = parser.parse_args(words)
     try:
         status: int = parsed.run(parsed)
     except MemAscendError as error:

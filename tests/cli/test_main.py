@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from memascend.cli import doctor
@@ -17,11 +19,23 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"memascend {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["docter"], ["compare"], ["doctor", "--jsn"]])
+@pytest.mark.parametrize("arguments", [["docter"], ["compare"], ["doctor", "--jsn"]])
 def test_a_mistake_in_the_command_line_gives_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
+
+
+def test_without_a_command_it_prints_its_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "doctor" in printed
+    assert "plan" in printed
+    monkeypatch.setattr(sys, "argv", ["memascend"])
+    assert main() == 0
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +24,13 @@ from memascend.cli.compare import report as compare_report
 from memascend.cli.compare.activity import activity
 from memascend.cli.compare.page import write_page
 from memascend.cli.compare.report import Report
-from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
+from memascend.cli.compare.run import (
+    Column,
+    Run,
+    child_environment,
+    columns_by_name,
+    run_column,
+)
 from memascend.cli.compare.warm_up import WarmUp, warm_up
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError
@@ -82,6 +89,11 @@ def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--nvme-path", type=Path, help="where it offloads to, if not in its JSON")
     parser.add_argument("--interval-ms", type=int, default=50, help="time between memory samples")
     parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="run the other columns after one has failed, such as stock that runs out of memory",
+    )
+    parser.add_argument(
         "--no-warm-up",
         action="store_true",
         help="neither build DeepSpeed's operators first nor measure the import baseline",
@@ -102,6 +114,7 @@ def compare_command(args: argparse.Namespace) -> int:
     for name, number in (("--repeat", args.repeat), ("--interval-ms", args.interval_ms)):
         if number < 1:
             args.fail(f"{name} {number} is not allowed. Allowed: a whole number of at least 1")
+    _check_command(command)
     _provide_folder(args.out)
     if reason := why_none():
         console.print(f"report.html will have no charts: {reason}", style="yellow")
@@ -109,19 +122,20 @@ def compare_command(args: argparse.Namespace) -> int:
     if found.refusal and any(column.name == "memascend" for column in columns):
         raise UnsupportedDeepSpeedError(found.refusal)  # before hours of stock's run
     skipped = _skipped(found, target, columns)
-    runs = [
-        _run(console, column, number, command, target, args)
-        # In turns: other load of the machine affects all columns alike.
-        for number in (range(1, args.repeat + 1) if args.repeat > 1 else [0])
-        for column in columns
-        if column.name not in skipped
-    ]
+    runs = _run_all(console, [c for c in columns if c.name not in skipped], target, args)
     report = Report(command, found.baseline_bytes, runs, skipped, target.config or {})
     for text in compare_report.failures(report):
         console.print(text, style="red")
     for name, reason in skipped.items():
         console.print(f"{name} was left out: {reason}", style="yellow")
-    console.print(compare_report.table(report), soft_wrap=False)
+    if report.complete:
+        console.print(compare_report.table(report), soft_wrap=False)
+    if len(runs) < args.repeat * (len(columns) - len(skipped)):
+        console.print(
+            "stopped at the first failure: --keep-going runs the other columns, --columns "
+            "memascend leaves stock out",
+            style="yellow",
+        )
     try:
         compare_report.write_json(report, args.out / "report.json")
         write_page(report, args.out / "report.html")
@@ -129,6 +143,44 @@ def compare_command(args: argparse.Namespace) -> int:
         raise _unusable(args.out, error) from error
     console.print(f"{args.out}/report.html, for a browser; report.json and logs are beside it")
     return report.exit_status
+
+
+def _run_all(
+    console: Console, columns: Sequence[Column], target: Target, args: argparse.Namespace
+) -> list[Run]:
+    """Run every column as often as asked, until one fails unless --keep-going is given.
+
+    Several runs take turns, so that other load of the machine affects all columns alike.
+    """
+    runs: list[Run] = []
+    for number in range(1, args.repeat + 1) if args.repeat > 1 else [0]:
+        for column in columns:
+            runs.append(_run(console, column, number, args.command, target, args))
+            if runs[-1].problem and not args.keep_going:
+                return runs
+    return runs
+
+
+def _check_command(command: Sequence[str]) -> None:
+    """Raise ConfigError for a program or a DeepSpeed JSON that does not exist."""
+    if not find_program(command[0]):
+        raise ConfigError(
+            f"{command[0]!r} is not a program: it is neither on the PATH nor an executable file. "
+            "The launch command comes after --, as in: memascend compare -- deepspeed train.py"
+        )
+    words = [part for word in command for part in _split_option(word)]
+    for option, word in pairwise(words):
+        is_named = option.startswith("-") and "deepspeed" in option and word.endswith(".json")
+        if is_named and not Path(word).is_file():
+            raise ConfigError(
+                f"{option} {word}: no such file in {Path.cwd()}. `memascend config --nvme-path "
+                f"/mnt/ssd > {word}` writes one"
+            )
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program as the runs will find it; None without one."""
+    return shutil.which(name, path=child_environment({})["PATH"])
 
 
 def _provide_folder(folder: Path) -> None:

@@ -153,6 +153,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     stand_in = Runs()
     monkeypatch.setattr(compare, "run_column", stand_in.run)
     monkeypatch.setattr(compare, "warm_up", lambda log, on_news: WarmUp())
+    monkeypatch.setattr(compare, "find_program", lambda name: name)
     return stand_in
 
 
@@ -238,7 +239,7 @@ def test_losses_are_told_as_they_are_printed(
     assert not any("loading" in line or "saving" in line for line in printed)
 
 
-def test_a_failed_run_shows_the_end_of_its_log_and_the_others_still_run(
+def test_a_failed_run_shows_the_end_of_its_log_and_ends_the_comparison(
     tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.problems["stock"] = "exit status 1"
@@ -246,10 +247,44 @@ def test_a_failed_run_shows_the_end_of_its_log_and_the_others_still_run(
     status, report = compare_here(tmp_path, command=["true"])
     assert status == 1
     assert report["columns"]["stock"]["runs"][0]["problem"] == "exit status 1"
-    assert not report["columns"]["memascend"]["runs"][0]["problem"]
+    assert runs.names == ["stock"]
     printed = spoken(capsys)
     assert "[bold] not enough buffers in stock" in printed
-    assert "not enough buffers in memascend" not in printed
+    assert "--keep-going" in printed
+    assert "last loss" not in printed  # no table without a run that counts
+
+
+def test_told_to_keep_going_the_others_still_run(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.problems["stock"] = "exit status 1"
+    status, report = compare_here(tmp_path, "--keep-going", command=["true"])
+    assert status == 1
+    assert not report["columns"]["memascend"]["runs"][0]["problem"]
+    printed = spoken(capsys)
+    assert "last loss" in printed
+    assert "stopped at the first failure" not in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["nosuchprogram", "train.py"], "'nosuchprogram' is not a program"),
+        (["true", "--deepspeed", "nosuch.json"], "--deepspeed nosuch.json: no such file"),
+        (["true", "--deepspeed_config=nosuch.json"], "--deepspeed_config nosuch.json: no such"),
+    ],
+)
+def test_a_command_or_a_json_that_is_missing_is_refused_before_the_warm_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(compare, "warm_up", lambda log, on_news: pytest.fail("it was warmed up"))
+    assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 1
+    assert said in spoken_error(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_repeated_columns_take_turns_and_keep_every_log(

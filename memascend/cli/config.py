@@ -1,0 +1,130 @@
+"""`memascend config`: a DeepSpeed JSON for this machine, with the recommended limit of host memory.
+
+Prints the JSON alone on standard output, and what it was made from on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from memascend.base.units import GIB, format_nbytes
+from memascend.cli.plan_context import whole_number
+from memascend.errors import ConfigError
+from memascend.plan.context import HOST_RESERVE_BYTES
+from memascend.system.gpus import list_gpus
+from memascend.system.memory import memory_total
+from memascend.system.mounts import IN_MEMORY, filesystem_of
+
+#: Part of the host memory for memascend; the rest is for the script, its data and the page cache.
+LIMIT_SHARE = 0.5
+TRAINER, LOOP = "trainer", "loop"
+#: Sizes that the Trainer fills in, and that a loop leaves at DeepSpeed's defaults.
+AUTO_SIZES = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+
+
+def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the sub-command."""
+    parser = commands.add_parser(
+        "config",
+        help="print a DeepSpeed JSON for this machine",
+        description="Print a DeepSpeed JSON for this machine: memascend config --nvme-path "
+        "/mnt/ssd > ds.json",
+    )
+    parser.add_argument(
+        "--nvme-path", type=Path, required=True, help="an existing folder on the drive"
+    )
+    parser.add_argument(
+        "--for",
+        dest="caller",
+        choices=(TRAINER, LOOP),
+        default=TRAINER,
+        help="the Hugging Face Trainer, or a training loop of your own (default: trainer)",
+    )
+    parser.add_argument(
+        "--ranks", type=whole_number, help="ranks on this machine (default: its GPUs, at least 1)"
+    )
+    parser.set_defaults(run=config_command)
+
+
+def config_command(args: argparse.Namespace) -> int:
+    """Print the JSON and return the exit status.
+
+    Raises:
+        ConfigError: The path is no folder, or in memory; or the machine has too little memory.
+    """
+    path: Path = args.nvme_path
+    if not path.is_dir():
+        raise ConfigError(f"--nvme-path {path} is not a folder. Create it: mkdir -p {path}")
+    if (kind := filesystem_of(path)) in IN_MEMORY:
+        raise ConfigError(
+            f"--nvme-path {path} is on {kind}, which is host memory. Name a folder on an SSD"
+        )
+    ranks = args.ranks or max(1, len(list_gpus()))
+    total_bytes = memory_total()
+    limit_bytes = recommended_limit(total_bytes, ranks)
+    print(json.dumps(config_for(path.resolve(), limit_bytes, caller=args.caller), indent=2))
+    print(
+        f"host_memory_limit {format_nbytes(limit_bytes)} for each of {ranks} rank(s): half of "
+        f"{format_nbytes(total_bytes)}. Next: memascend plan MODEL --config ds.json",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def recommended_limit(total_bytes: int, ranks: int) -> int:
+    """Return the limit of each rank in bytes, in whole GiB where there is one.
+
+    Half of the memory is left to the script, and at least that of Python and torch on each rank.
+
+    Raises:
+        ConfigError: Python and torch alone take all of it.
+    """
+    room_bytes = total_bytes - ranks * HOST_RESERVE_BYTES
+    limit_bytes = min(int(total_bytes * LIMIT_SHARE), room_bytes) // ranks
+    if limit_bytes <= 0:
+        raise ConfigError(
+            f"{format_nbytes(total_bytes)} of host memory are too little for {ranks} rank(s), "
+            f"each of which takes {format_nbytes(HOST_RESERVE_BYTES)} for Python and torch"
+        )
+    return limit_bytes // GIB * GIB or limit_bytes
+
+
+def config_for(nvme_path: Path, limit_bytes: int, *, caller: str) -> dict[str, Any]:
+    """Return the DeepSpeed JSON: with "auto" for the Trainer, with numbers for a loop."""
+    is_trainer = caller == TRAINER
+    offload = {"device": "nvme", "nvme_path": str(nvme_path)}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "offload_param": dict(offload),
+        "offload_optimizer": dict(offload),
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+    if is_trainer:
+        zero |= dict.fromkeys(AUTO_SIZES, "auto")
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    adam: dict[str, Any] = {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+    batch: dict[str, Any] = {
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    if is_trainer:
+        adam = dict.fromkeys(adam, "auto")
+        batch = dict.fromkeys([*batch, "train_batch_size"], "auto")
+    gibibytes, rest = divmod(limit_bytes, GIB)
+    return {
+        "bf16": {"enabled": "auto" if is_trainer else True},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": adam},
+        **batch,
+        "memascend": {"host_memory_limit": limit_bytes if rest else f"{gibibytes}GiB"},
+    }

@@ -1,0 +1,15 @@
+"""`python -m memascend` is the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from memascend.version import __version__
+from tests.support.source_tree import ROOT
+
+
+def test_the_package_runs_as_a_program() -> None:
+    words = [sys.executable, "-m", "memascend", "--version"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"memascend {__version__}\n")
