@@ -80,7 +80,7 @@ def calculator() -> str:
     request, limits, zero = PlanRequest(), ActivationConfig(), ZeroOptimization()
     master, states = request.master_itemsize, request.states_bytes
     numbers = {
-        "models": {name: of_form(builtin(name)) for name in builtin_names()},
+        "models": {name: of_form(builtin(name)) for name in form_models()},
         "page_bytes": PAGE_BYTES,
         "fp32_bytes": FP32_BYTES,
         "param_itemsize": request.param_itemsize,
@@ -126,6 +126,14 @@ def calculator() -> str:
         "optimizer_buffer_count": max(zero.offload_optimizer.buffer_count, request.states + 2),
     }
     return f"*/\nconst NUMBERS = {json.dumps(numbers, indent=2)};\n/*"
+
+
+def form_models() -> list[str]:
+    """Return the built-in models that the calculator's form can describe."""
+    known = ("llama", "qwen2", "mistral", "mixtral")
+    return [
+        name for name in builtin_names() if (builtin(name).config or {})["model_type"] in known
+    ]
 
 
 def of_form(shapes: ModelShapes) -> dict[str, int | bool]:

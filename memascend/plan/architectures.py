@@ -20,6 +20,10 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer")
 
 Shape = tuple[int, ...]
 Tensors = Iterator[tuple[str, Shape]]
+#: The norms of a layer: before attention and MLP, after them, or both.
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+_NORMS_AROUND = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict[str, str]]:
@@ -77,6 +81,14 @@ class Numbers:
             raise ConfigError(f"config.json: {key} must be true or false, got {show_json(value)}")
         return value
 
+    def check(self, key: str, only: object) -> None:
+        """Raise ConfigError if a key states another value than the only one that is known here."""
+        if (value := self._value(key, only)) != only:
+            raise ConfigError(
+                f"config.json: {key}={show_json(value)} is not known here, only {only!r}. Give the "
+                "model's .safetensors file or folder instead"
+            )
+
     def _value(self, key: str, default: Any) -> Any:
         value = self._config.get(key)
         if value is None:
@@ -84,16 +96,22 @@ class Numbers:
         return default if value is None else value
 
 
-def _decoder(numbers: Numbers, mlp: Callable[[Numbers, str], Tensors]) -> Tensors:
-    """Yield the tensors of Llama, Qwen, Mistral and Mixtral, which differ in `mlp`."""
+#: Yields the tensors of one part of a layer below a prefix of their names.
+Parts = Callable[[Numbers, str], Tensors]
+
+
+def _decoder(
+    numbers: Numbers, mlp: Parts, attention: Parts | None = None, norms: tuple[str, ...] = _NORMS
+) -> Tensors:
+    """Yield the tensors of a decoder; families differ in attention, MLP and norms of a layer."""
     hidden = numbers.count("hidden_size")
     yield "model.embed_tokens.weight", (numbers.count("vocab_size"), hidden)
     for layer in range(numbers.count("num_hidden_layers")):
         prefix = f"model.layers.{layer}"
-        yield from _attention(numbers, f"{prefix}.self_attn")
+        yield from (attention or _attention)(numbers, f"{prefix}.self_attn")
         yield from mlp(numbers, f"{prefix}.mlp")
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        for norm in norms:
+            yield f"{prefix}.{norm}.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
 
 
@@ -110,8 +128,23 @@ def _attention(numbers: Numbers, prefix: str) -> Tensors:
         yield from _linear(f"{prefix}.{name}", rows, hidden, has_bias)
     yield from _linear(f"{prefix}.o_proj", hidden, queries, has_output_bias)
     if numbers.flag("qk_norm"):
-        yield f"{prefix}.q_norm.weight", (head_dim,)
-        yield f"{prefix}.k_norm.weight", (head_dim,)
+        is_wide = numbers.flag("qk_norm_over_heads")
+        yield f"{prefix}.q_norm.weight", (queries if is_wide else head_dim,)
+        yield f"{prefix}.k_norm.weight", (keys if is_wide else head_dim,)
+
+
+def _attention_with_sinks(numbers: Numbers, prefix: str) -> Tensors:
+    yield f"{prefix}.sinks", (numbers.count("num_attention_heads"),)
+    yield from _attention(numbers, prefix)
+
+
+def _fused_attention(numbers: Numbers, prefix: str) -> Tensors:
+    hidden = numbers.count("hidden_size")
+    heads = numbers.count("num_attention_heads")
+    head_dim = numbers.count("head_dim", default=hidden // heads)
+    keys = numbers.count("num_key_value_heads", default=heads) * head_dim
+    yield f"{prefix}.o_proj.weight", (hidden, heads * head_dim)
+    yield f"{prefix}.qkv_proj.weight", (heads * head_dim + 2 * keys, hidden)
 
 
 def _dense(numbers: Numbers, prefix: str) -> Tensors:
@@ -122,12 +155,39 @@ def _dense(numbers: Numbers, prefix: str) -> Tensors:
     yield from _linear(f"{prefix}.down_proj", hidden, inner, has_bias)
 
 
+def _fused_dense(numbers: Numbers, prefix: str) -> Tensors:
+    hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
+    yield f"{prefix}.gate_up_proj.weight", (2 * inner, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, inner)
+
+
 def _experts(numbers: Numbers, prefix: str) -> Tensors:
     hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
     experts = numbers.count("num_local_experts")
     yield f"{prefix}.gate.weight", (experts, hidden)
     yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner, hidden)
     yield f"{prefix}.experts.down_proj", (experts, hidden, inner)
+
+
+def _narrow_experts(numbers: Numbers, prefix: str) -> Tensors:
+    """Yield the experts of Qwen 3; layers without experts are not known here."""
+    numbers.check("decoder_sparse_step", 1)
+    numbers.check("mlp_only_layers", [])
+    hidden, inner = numbers.count("hidden_size"), numbers.count("moe_intermediate_size")
+    experts = numbers.count("num_experts")
+    yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{prefix}.experts.down_proj", (experts, hidden, inner)
+    yield f"{prefix}.gate.weight", (experts, hidden)
+
+
+def _experts_with_bias(numbers: Numbers, prefix: str) -> Tensors:
+    hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
+    experts = numbers.count("num_local_experts")
+    yield from _linear(f"{prefix}.router", experts, hidden, has_bias=True)
+    yield f"{prefix}.experts.gate_up_proj", (experts, hidden, 2 * inner)
+    yield f"{prefix}.experts.gate_up_proj_bias", (experts, 2 * inner)
+    yield f"{prefix}.experts.down_proj", (experts, inner, hidden)
+    yield f"{prefix}.experts.down_proj_bias", (experts, hidden)
 
 
 def _gpt2(numbers: Numbers) -> Tensors:
@@ -173,6 +233,11 @@ _ARCHITECTURES: dict[str, Callable[[Numbers], Tensors]] = {
     "qwen3": lambda numbers: _decoder(numbers, _dense),
     "mistral": lambda numbers: _decoder(numbers, _dense),
     "mixtral": lambda numbers: _decoder(numbers, _experts),
+    "qwen3_moe": lambda numbers: _decoder(numbers, _narrow_experts),
+    "gpt_oss": lambda numbers: _decoder(numbers, _experts_with_bias, _attention_with_sinks),
+    "phi3": lambda numbers: _decoder(numbers, _fused_dense, _fused_attention),
+    "olmo2": lambda numbers: _decoder(numbers, _dense, norms=_NORMS_AFTER),
+    "gemma3_text": lambda numbers: _decoder(numbers, _dense, norms=_NORMS_AROUND),
     "gpt2": _gpt2,
 }
 
@@ -183,5 +248,30 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias_allowed": True, "qk_norm": True, "head_dim": 128},
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "attention_bias_allowed": True,
+        "qk_norm": True,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "gpt_oss": {
+        "attention_bias_allowed": True,
+        "attention_bias": True,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
+    "phi3": {},
+    "olmo2": {"attention_bias_allowed": True, "qk_norm": True, "qk_norm_over_heads": True},
+    "gemma3_text": {
+        "attention_bias_allowed": True,
+        "qk_norm": True,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "gpt2": {"tie_word_embeddings": True, "n_positions": 1024},
 }

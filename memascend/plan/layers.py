@@ -16,7 +16,7 @@ tokens; eager attention is quadratic in the context and not supported here.
 | queries, keys and values after rotary      | attention kernel               | s (q + 2 k)     |
 | its output, log of the sums in fp32        | attention kernel, o_proj       | s q + 4 heads   |
 | gate, its activation, up, their product    | silu, mul, down_proj           | 4 s i           |
-| the same, Mixtral                          | grouped_mm, silu, mul          | 4 s i e         |
+| the same, Mixtral and Qwen 3 with experts  | grouped_mm, silu, mul          | 4 s i e         |
 | inputs of experts, outputs before weights  | grouped_mm, mul                | 2 s h e         |
 | probabilities, indices, weights            | router                         | 4 E + 40 e      |
 | GPT-2                                      |                                |                 |
@@ -37,6 +37,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memascend.errors import ConfigError
 from memascend.plan.architectures import numbers_of
 
 FP32_BYTES = 4
@@ -48,6 +49,14 @@ NORM_TENSORS = 5
 #: Memory of a fused loss, in tensors as large as a hidden state: the gradient, and logits of one
 #: chunk (Liger: at most twice tokens x hidden elements, ops/fused_linear_cross_entropy.py).
 FUSED_LOSS_TENSORS = 3
+
+#: Keys with the number of experts and the inner width of one, by architecture.
+_EXPERTS = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+}
+#: Architectures whose layers were not compared with the formulae.
+_UNKNOWN = ("gemma3_text", "gpt_oss", "olmo2", "phi3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +95,14 @@ class Widths:
                 inner=numbers.count("n_inner", default=4 * hidden),
                 is_gpt2=True,
             )
+        if numbers.model_type in _UNKNOWN:
+            raise ConfigError(
+                f"the saved activations of model_type={numbers.model_type!r} are not known, so "
+                "device memory and context cannot be planned; host memory, drive and traffic can: "
+                "leave out --context and --fit"
+            )
         hidden, heads = numbers.count("hidden_size"), numbers.count("num_attention_heads")
-        has_experts = numbers.model_type == "mixtral"
+        experts_key, inner_key = _EXPERTS.get(numbers.model_type, ("", "intermediate_size"))
         return cls(
             layers=numbers.count("num_hidden_layers"),
             hidden=hidden,
@@ -95,9 +110,9 @@ class Widths:
             heads=heads,
             kv_heads=numbers.count("num_key_value_heads", default=heads),
             head_dim=numbers.count("head_dim", default=max(1, hidden // heads)),
-            inner=numbers.count("intermediate_size"),
-            experts=numbers.count("num_local_experts") if has_experts else 0,
-            experts_per_token=numbers.count("num_experts_per_tok") if has_experts else 1,
+            inner=numbers.count(inner_key),
+            experts=numbers.count(experts_key) if experts_key else 0,
+            experts_per_token=numbers.count("num_experts_per_tok") if experts_key else 1,
             has_qk_norm=numbers.flag("qk_norm"),
         )
 

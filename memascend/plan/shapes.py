@@ -178,13 +178,20 @@ def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes
 def builtin(name: str) -> ModelShapes:
     """Return the shapes of a public model that comes with this package; case does not matter.
 
+    A name on the Hub counts without its owner, and without the ending of a variant that has the
+    same shapes: "meta-llama/Llama-3.1-8B-Instruct" is "Llama-3.1-8B". Of models that read images
+    too, the language model is counted alone.
+
     Raises:
         ConfigError: No such model; lists all, and the nearest one.
     """
     known = {model.lower(): model for model in builtin_names()}
-    found = known.get(name.lower())
+    wanted = name.lower().rpartition("/")[2]
+    found = known.get(wanted) or {_family(one): model for one, model in known.items()}.get(
+        _family(wanted)
+    )
     if found is None:
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
         raise ConfigError(
             f"no built-in model {name!r}. Known: {', '.join(known.values())}.{hint} Or give the "
@@ -193,6 +200,11 @@ def builtin(name: str) -> ModelShapes:
     file = resources.files("memascend.plan") / "models" / f"{found}.json"
     text = file.read_text("utf-8")
     return from_config(json.loads(text), name=found)
+
+
+def _family(name: str) -> str:
+    """Return a model's name without the ending that says how it was trained."""
+    return re.sub(r"-(instruct|base|it|pt)(-\d+|-v[\d.]+)?$", "", name)
 
 
 def builtin_names() -> tuple[str, ...]:

@@ -29,6 +29,15 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("mixtral", SMALL | {"num_local_experts": 4}),
     ("mixtral", SMALL),
+    ("qwen3_moe", SMALL | {"num_experts": 4, "moe_intermediate_size": 24}),
+    ("qwen3_moe", SMALL | {"head_dim": 16, "attention_bias": True}),
+    ("gpt_oss", SMALL | {"num_local_experts": 4}),
+    ("gpt_oss", SMALL | {"attention_bias": False, "head_dim": 16}),
+    ("phi3", SMALL | {"pad_token_id": 0}),
+    ("olmo2", SMALL),
+    ("olmo2", SMALL | {"attention_bias": True}),
+    ("gemma3_text", SMALL),
+    ("gemma3_text", SMALL | {"head_dim": 16, "tie_word_embeddings": False}),
     ("gpt2", GPT2),
     ("gpt2", GPT2 | {"n_inner": 40, "tie_word_embeddings": False}),
 ]
@@ -60,7 +69,9 @@ def test_null_is_what_is_left_out() -> None:
 def test_an_unknown_architecture_names_the_known_ones_and_the_other_ways(
     model_type: object,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"gpt2, llama.*safetensors.*from_module") as caught:
+    with pytest.raises(
+        ConfigError, match=r"gpt2, gpt_oss, llama.*safetensors.*from_module"
+    ) as caught:
         tensors_of({"model_type": model_type, **SMALL})
     assert f"model_type={json.dumps(model_type)}" in str(caught.value)
 
@@ -102,6 +113,14 @@ def test_what_an_architecture_does_not_have_is_not_looked_at() -> None:
     plain = tensors_of({"model_type": "mistral", **SMALL})
     more = {"attention_bias": "no", "mlp_bias": True}
     assert tensors_of({"model_type": "mistral", **SMALL, **more}) == plain
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [0, 3])]
+)
+def test_layers_without_experts_are_refused_with_another_way(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=.*safetensors"):
+        tensors_of({"model_type": "qwen3_moe", **SMALL, key: value})
 
 
 def test_cross_attention_is_refused_with_another_way() -> None:

@@ -32,6 +32,7 @@ GPT2 = {
     "eos_token_id": 0,
 }
 QWEN3 = WIDE | {"head_dim": 64}  # twice the hidden size, as in the smallest of the family
+QWEN3_MOE = QWEN3 | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 NARROW = WIDE | {"intermediate_size": 64}
 #: On the CPU the masks of GPT-2's dropout are bf16 instead of bytes, its norms' numbers too.
 MODELS: list[tuple[str, dict[str, Any], float]] = [
@@ -40,6 +41,7 @@ MODELS: list[tuple[str, dict[str, Any], float]] = [
     ("qwen3", WIDE, 0.01),
     ("mistral", WIDE | {"head_dim": 64}, 0.01),
     ("mixtral", WIDE, 0.01),
+    ("qwen3_moe", QWEN3_MOE, 0.01),
     ("gpt2", GPT2, 0.06),
 ]
 

@@ -116,10 +116,30 @@ def test_built_in_models_agree_with_the_benchmarks(path: Path) -> None:
 def test_built_in_models_have_their_published_sizes() -> None:
     assert builtin("Llama-3.1-70B").numel == 70_553_706_496
     assert builtin("mixtral-8x7b").numel == 46_702_792_704
+    assert builtin("Qwen/Qwen3-8B").numel == 8_190_735_360
+    assert builtin("Qwen/Qwen3-30B-A3B").numel == 30_532_122_624
+    assert builtin("microsoft/phi-4").numel == 14_659_507_200
+    assert builtin("openai/gpt-oss-20b").numel == 20_914_757_184
+    assert builtin("google/gemma-3-12b-it").numel == 11_766_034_176
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("qwen/qwen3-8b-base", "Qwen3-8B"),
+        ("mistralai/Mistral-7B-v0.3", "Mistral-7B-v0.3"),
+        ("allenai/OLMo-2-1124-7B-Instruct", "OLMo-2-1124-7B"),
+        ("google/gemma-3-12b-it", "gemma-3-12b-pt"),
+    ],
+)
+def test_a_name_on_the_hub_is_a_built_in_model(name: str, model: str) -> None:
+    assert builtin(name).name == model
 
 
 def test_every_built_in_model_names_its_source() -> None:
-    assert len(builtin_names()) == 6
+    assert len(builtin_names()) == 18
     for name in builtin_names():
         content = json.loads((ROOT / "memascend" / "plan" / "models" / f"{name}.json").read_text())
         assert content["source"].startswith("https://huggingface.co/")

@@ -23,7 +23,7 @@ from memascend.plan.context import (
 from memascend.plan.derive import LimitTooSmallError, PlanRequest, derive
 from memascend.plan.drive_rates import DriveRates
 from memascend.plan.footprint import Footprint
-from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config
+from memascend.plan.shapes import ModelShapes, builtin, from_config
 from memascend.plan.stock import stock
 from tests.support.browser import Browser
 from tests.support.scripts import load_script
@@ -156,7 +156,7 @@ def test_built_in_models_have_the_numbers_of_the_plan(
 ) -> None:
     browser.look(page, width=1280, scheme="light")
     runs = [{"world": world, "limit": limit, "tokens": 4096} for limit in (0, 32 * GIB)]
-    cases = [(builtin(name), run) for name in builtin_names() for run in runs]
+    cases = [(builtin(name), run) for name in load_script("update_docs").form_models() for run in runs]
     for case, found in zip(cases, calculated(browser, cases), strict=True):
         check(found, *case)
 
