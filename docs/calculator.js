@@ -30,6 +30,39 @@ const NUMBERS = {
       "is_tied": false,
       "has_bias": false
     },
+    "Llama-3.2-1B": {
+      "layers": 16,
+      "hidden": 2048,
+      "inner": 8192,
+      "experts": 0,
+      "queries": 2048,
+      "keys": 512,
+      "vocabulary": 128256,
+      "is_tied": true,
+      "has_bias": false
+    },
+    "Llama-3.2-3B": {
+      "layers": 28,
+      "hidden": 3072,
+      "inner": 8192,
+      "experts": 0,
+      "queries": 3072,
+      "keys": 1024,
+      "vocabulary": 128256,
+      "is_tied": true,
+      "has_bias": false
+    },
+    "Mistral-7B-v0.3": {
+      "layers": 32,
+      "hidden": 4096,
+      "inner": 14336,
+      "experts": 0,
+      "queries": 4096,
+      "keys": 1024,
+      "vocabulary": 32768,
+      "is_tied": false,
+      "has_bias": false
+    },
     "Mixtral-8x7B": {
       "layers": 32,
       "hidden": 4096,

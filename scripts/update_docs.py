@@ -131,9 +131,7 @@ def calculator() -> str:
 def form_models() -> list[str]:
     """Return the built-in models that the calculator's form can describe."""
     known = ("llama", "qwen2", "mistral", "mixtral")
-    return [
-        name for name in builtin_names() if (builtin(name).config or {})["model_type"] in known
-    ]
+    return [name for name in builtin_names() if (builtin(name).config or {})["model_type"] in known]
 
 
 def of_form(shapes: ModelShapes) -> dict[str, int | bool]:

@@ -50,6 +50,8 @@ TABLE_MODELS = ("Qwen2.5-7B", "Llama-3.1-8B")
 TABLE_DEVICES, TABLE_HOSTS = (24 * GIB, 48 * GIB, 96 * GIB), (32 * GIB, 64 * GIB, 128 * GIB)
 TABLE_WAYS = (STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS)
 TABLE_CONTEXT = 4096
+#: The ways that are shown without --verbose: three columns fit a terminal.
+_SHOWN_TITLES = (STOCK_CHECKPOINTS.title, OURS_CHECKPOINTS.title, ONE_PASS)
 WEAR_STEPS = 1000
 TERABYTE = 10**12
 
@@ -100,13 +102,17 @@ def check_context_options(args: argparse.Namespace) -> None:
     if args.micro_batches is not None and args.table:
         args.usage_error("--micro-batches needs MODEL, and cannot be combined with --table")
     given = {
-        "--device-memory": args.device_memory is not None,
-        "--host-memory": args.host_memory is not None,
         "--batch": args.batch != 1,
-        "--fused-loss": args.fused_loss,
-        "--tiled-mlp": args.tiled_mlp,
         "--micro-batches": args.micro_batches is not None,
     }
+    if args.table and not args.fit:
+        counted = {
+            "--device-memory": args.device_memory is not None,
+            "--host-memory": args.host_memory is not None,
+            "--fused-loss": args.fused_loss,
+            "--tiled-mlp": args.tiled_mlp,
+        }
+        given |= counted
     for option, is_given in given.items():
         if is_given and not is_asked(args):
             args.usage_error(f"{option} needs --context or --fit")
@@ -126,7 +132,7 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 def within_host_memory(shapes: ModelShapes, ours: Plan, args: argparse.Namespace) -> Plan:
     """Return the plan with activation slots, made to fit --host-memory if possible."""
-    host_bytes = _host_bytes(args)
+    host_bytes = host_bytes_of(args)
     request = dataclasses.replace(ours.request, has_activations=True)
     plan = derive(shapes, request=request, limit_bytes=ours.limit_bytes)
     if host_bytes is None or plan.host_bytes + HOST_RESERVE_BYTES <= host_bytes:
@@ -173,10 +179,12 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
     if args.context is not None:
         comparison = _comparison(training, args)
         plans = _plans(training, comparison, args)
-        console.print(_table_of_bytes(training, plans, args))
+        shown = plans if args.verbose else [p for p in plans if p.way.title in _SHOWN_TITLES]
+        console.print(_table_of_bytes(training, shown, args))
         if comparison.one_pass.slices > 1:
             console.print(comparison_table(training, comparison, args))
-        for note in _notes(training, plans, args) + notes_of_comparison(comparison, args):
+        notes = (_notes if args.verbose else _advices)(training, plans, args)
+        for note in notes + notes_of_comparison(comparison, args):
             console.print(f"- {note}", markup=False, highlight=False)
     if args.fit:
         console.print(_table_of_fits(training, args))
@@ -193,7 +201,7 @@ def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any
     context = args.context or TABLE_CONTEXT
     titles = ["model", "device", "host", *(way.title for way in TABLE_WAYS)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    device, host = _device_bytes(args), _host_bytes(args)
+    device, host = device_bytes_of(args), host_bytes_of(args)
     for name in TABLE_MODELS:
         training = training_of_model(builtin(name))
         for device_bytes in TABLE_DEVICES if device is None else (device,):
@@ -221,11 +229,13 @@ def whole_number(text: str) -> int:
 # -- computing -------------------------------------------------------------------------------------
 
 
-def _device_bytes(args: argparse.Namespace) -> int | None:
+def device_bytes_of(args: argparse.Namespace) -> int | None:
+    """Return --device-memory in bytes; None without it."""
     return _size(args.device_memory, "--device-memory")
 
 
-def _host_bytes(args: argparse.Namespace) -> int | None:
+def host_bytes_of(args: argparse.Namespace) -> int | None:
+    """Return --host-memory in bytes; None without it."""
     return _size(args.host_memory, "--host-memory")
 
 
@@ -242,10 +252,10 @@ def _size(text: str | None, option: str) -> int | None:
 
 
 def _room(args: argparse.Namespace) -> Room | None:
-    device_bytes = _device_bytes(args)
+    device_bytes = device_bytes_of(args)
     if device_bytes is None:
         return None
-    return Room(device_bytes=device_bytes, host_bytes=_host_bytes(args))
+    return Room(device_bytes=device_bytes, host_bytes=host_bytes_of(args))
 
 
 def _comparison(training: Training, args: argparse.Namespace) -> Comparison:
@@ -261,7 +271,7 @@ def _plans(
     training: Training, comparison: Comparison, args: argparse.Namespace
 ) -> list[ContextPlan]:
     """Return the ways to train; one pass is one of them if it has slices."""
-    tokens, device_bytes = args.context * args.batch, _device_bytes(args) or 0
+    tokens, device_bytes = args.context * args.batch, device_bytes_of(args) or 0
     plans = [training.plan(way, tokens, device_bytes=device_bytes) for way in WAYS]
     return plans + ([context_of(comparison)] if comparison.one_pass.slices > 1 else [])
 
@@ -322,19 +332,19 @@ def _table_of_bytes(
     add_all(lambda plan: plan.device)
     table.add_section()
     add_all(lambda plan: plan.moments)
-    add("device memory, the largest moment counts", (p.device_bytes for p in plans), style="bold")
+    add("device memory at most", (p.device_bytes for p in plans), style="bold")
     table.add_section()
     add("host memory of activations", (plan.host_activation_bytes for plan in plans))
-    add("host memory at its highest", (plan.host_bytes for plan in plans), style="bold")
+    add("host memory at most", (plan.host_bytes for plan in plans), style="bold")
     table.add_section()
     steps = training.ours.request.gradient_accumulation_steps
     moved = [plan.drive_bytes * steps for plan in plans]
     add("activations on the drive", (plan.drive_bytes for plan in plans))
-    add("written and read of them per step", moved)
+    add("written, read per step", moved)
     added = (_added_seconds(training, plan, args) for plan in plans)
-    add("a step takes longer by at least", (f"{seconds:.1f} s" for seconds in added))
+    add("adds to a step, at least", (f"{seconds:.1f} s" for seconds in added))
     written = (f"{nbytes * WEAR_STEPS * args.world / TERABYTE:.2f} TB" for nbytes in moved)
-    add(f"written of them in {WEAR_STEPS} steps", written)
+    add(f"written in {WEAR_STEPS} steps", written)
     return table
 
 
@@ -392,12 +402,14 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
             'activations on the drive, as in memascend\'s columns, need "activations": '
             '{"enabled": true} in the block'
         )
-    notes += rate_notes(args)
+    return notes + rate_notes(args) + _advices(training, plans, args)
+
+
+def _advices(training: Training, plans: list[ContextPlan], args: argparse.Namespace) -> list[str]:
+    """Return advice for activations that go to the drive."""
     by_title = {plan.way.title: plan for plan in plans}
     ours = by_title.get(ONE_PASS, by_title[OURS_CHECKPOINTS.title])
-    if ours.drive_bytes:
-        notes.append(_advice(training, ours, _device_bytes(args)))
-    return notes
+    return [_advice(training, ours, device_bytes_of(args))] if ours.drive_bytes else []
 
 
 def _advice(training: Training, ours: ContextPlan, device_bytes: int | None) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from memascend.base.units import GIB, TIB
-from memascend.cli import plan
+from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.plan.shapes import builtin_names
 from tests.support.planned import as_json
@@ -26,11 +25,11 @@ CONFIG = {
 }
 
 
-def test_three_accounts_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "Llama-3.1-8B"]) == 0
+def test_the_accounts_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "Llama-3.1-8B", "--verbose"]) == 0
     printed = capsys.readouterr().out
     parts = (
-        "stock 0.19.8", "four pieces", "memascend", "8.03 billion", "E flat gradients",
+        "stock 0.19.8", "tuned stock", "four pieces", "memascend", "8.03 billion", "flat gradients",
         "optimizer tiles", "40.47 GiB", "55.43 GiB", "840.02 MiB", "97 %", "read per step",
         "drive time of a step", "no --config: bf16, AdamW", "largest tensor",
     )  # fmt: skip
@@ -40,7 +39,7 @@ def test_three_accounts_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -
 def test_the_json_has_every_byte_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "qwen2.5-7b", "--drive-read", "7", "--drive-write", "4")
     assert found["parameters"] == 7615616512
-    for name in ("stock", "four_pieces", "memascend"):
+    for name in ("stock", "tuned_stock", "four_pieces", "memascend"):
         account = found[name]
         assert account["host_bytes"] == sum(account["host"].values())
         assert account["drive_bytes"] == sum(account["drive"].values())
@@ -115,7 +114,7 @@ def test_a_limit_is_kept(capsys: pytest.CaptureFixture[str], limit: str) -> None
 def test_a_limit_may_be_a_fraction_of_what_is_available(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memascend.cli.plan.memory_total", lambda: 8 * GIB)
+    monkeypatch.setattr("memascend.cli.plan_accounts.memory_total", lambda: 8 * GIB)
     found = as_json(capsys, "Llama-3.1-8B", "--limit", "0.25")["memascend"]
     assert found["limit_bytes"] == 2 * GIB
 
@@ -163,13 +162,13 @@ def test_a_mistake_in_the_command_line_is_exit_2(
     assert "invalid _" not in capsys.readouterr().err  # argparse names the function, not a range
 
 
-def test_the_table_has_every_model_and_stands_in_the_readme(
+def test_the_table_has_every_model_and_stands_in_the_documents(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plan", "--table"]) == 0
     printed = capsys.readouterr().out.strip()
     assert len(printed.splitlines()) == 2 + len(builtin_names())
-    assert printed in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert printed in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
 def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
@@ -245,7 +244,7 @@ def test_several_volumes_have_the_depth_of_as_many_drives(
         (("--world", "4", "--nodes", "2"), "prefetch keep 2 of 2 drives busy"),
         (("--limit", "950MiB"), "prefetch keep 2 of 4 drives busy for each rank: the limit has no"),
     ):
-        assert main(["plan", "Llama-3.1-8B", "--config", config, *options]) == 0
+        assert main(["plan", "Llama-3.1-8B", "--verbose", "--config", config, *options]) == 0
         assert note in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "Llama-3.1-8B", "--config", written(tmp_path, {})]) == 0
     assert "drives busy" not in capsys.readouterr().out
@@ -260,10 +259,3 @@ def test_steps_in_whole_sub_groups_are_pointed_out(
     assert "streaming.optimizer is not used: torch_autocast" in text
     assert main(["plan", "Llama-3.1-8B", "--config", config, "--limit", "6GiB"]) == 1
     assert "cannot be kept" in capsys.readouterr().err
-
-
-def test_a_rank_with_more_in_a_volume_than_a_file_of_ext4_holds_is_told() -> None:
-    assert plan._note_of_files(32 * TIB, 2) == []
-    (note,) = plan._note_of_files(33 * TIB, 1)
-    assert "33792.00 GiB" in note
-    assert "name 3 directories" in note

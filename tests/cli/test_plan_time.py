@@ -83,7 +83,7 @@ def test_rates_that_were_measured_are_counted_with(
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return what the plan of a model prints, in one line."""
-    assert main(["plan", "Llama-3.1-8B", *arguments]) == 0
+    assert main(["plan", "Llama-3.1-8B", "--verbose", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -101,7 +101,7 @@ def test_compute_says_what_of_the_optimizer_nothing_can_hide(
         # Backward waits for the gradients of the embedding and the head alone.
         held_up_s = account["least_seconds"] - 100 - hiding_s
         assert 0 < held_up_s < 3
-    assert main(["plan", "Llama-3.1-8B", "--compute", "7", "100"]) == 0
+    assert main(["plan", "Llama-3.1-8B", "--verbose", "--compute", "7", "100"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert f"it is free only if that pass computes for {hiding_s:.1f} s or longer" in printed
     assert f"a step takes {100 + hiding_s + held_up_s:.1f} s or longer" in printed
@@ -137,7 +137,7 @@ def test_what_hides_the_optimizer_is_said_for_each_way_to_step(
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds_config))
     arguments = ["Llama-3.1-8B", "--config", str(path)]
-    assert main(["plan", *arguments]) == 0
+    assert main(["plan", *arguments, "--verbose"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     known = ("overlaps the last", "overlaps the next", "after backward, without")
     assert sum(printed.count(words) for words in known) == len(lines)
@@ -154,7 +154,7 @@ def test_gradients_without_room_are_a_note(
     ds_config["memascend"] = {"streaming": {"gradients": {"device_bytes": 0}}}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds_config))
-    assert main(["plan", "Llama-3.1-8B", "--config", str(path)]) == 0
+    assert main(["plan", "Llama-3.1-8B", "--verbose", "--config", str(path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "computes nothing meanwhile: 93% of the gradients find no room" in printed
     assert "0 B, memascend.streaming.gradients.device_bytes" in printed
@@ -167,7 +167,7 @@ def test_an_optimizer_on_the_cpu_leaves_the_drive_its_parameters_to_write(
     ds_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds_config))
-    assert main(["plan", "Llama-3.1-8B", "--config", str(path)]) == 0
+    assert main(["plan", "Llama-3.1-8B", "--verbose", "--config", str(path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "writing new parameters takes" in printed
     assert "the optimizer takes" not in printed

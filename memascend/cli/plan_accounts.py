@@ -1,0 +1,151 @@
+"""The accounts that `memascend plan` shows, from its options and a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from memascend.cli.plan_time import ranks_of_node
+from memascend.config.block import MemAscendConfig, find_block, parse_block
+from memascend.config.deepspeed import DeepSpeedSettings
+from memascend.config.limit import parse_limit
+from memascend.plan.derive import Plan, PlanRequest, derive
+from memascend.plan.footprint import Footprint
+from memascend.plan.optimizer_dtypes import check_fewer, check_masters
+from memascend.plan.release import check_release
+from memascend.plan.request import check_limit_can_be_kept
+from memascend.plan.shapes import ModelShapes
+from memascend.plan.stock import StockPlan, four_pieces, stock
+from memascend.system.memory import memory_total
+
+#: The values of Hugging Face's example, used without --config.
+DEFAULT_CONFIG: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": 10**9,
+        "offload_param": {"device": "nvme", "buffer_count": 5, "max_in_cpu": 10**9},
+        "offload_optimizer": {"device": "nvme", "buffer_count": 4},
+    },
+    "optimizer": {"type": "AdamW"},
+    "gradient_accumulation_steps": 1,
+}
+DEFAULT_NOTE = (
+    "no --config: bf16, AdamW, sub_group_size 1e9, buffer_count 5 and 4, max_in_cpu 1e9, "
+    "pin_memory, gradient_accumulation_steps 1"
+)
+STOCK, TUNED_STOCK, PIECES, OURS = "stock 0.19.8", "tuned stock", "four pieces", "memascend"
+#: The largest sub-group of a tuned stock; it also keeps no parameters in memory, and pins nothing.
+TUNED_SUB_GROUP_SIZE = 10**8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accounts:
+    """The accounts of one model, and their inputs."""
+
+    settings: DeepSpeedSettings
+    block: MemAscendConfig
+    shapes: ModelShapes
+    stock: StockPlan
+    tuned: StockPlan  # stock with the settings of TUNED, which need the least memory
+    four_pieces: StockPlan
+    memascend: Plan
+
+    def columns(self) -> dict[str, Footprint]:
+        """Return the accounts by title, in the order of display."""
+        return {
+            STOCK: self.stock,
+            TUNED_STOCK: self.tuned,
+            PIECES: self.four_pieces,
+            OURS: self.memascend,
+        }
+
+
+def accounts_of(
+    shapes: ModelShapes,
+    *,
+    settings: DeepSpeedSettings,
+    block: MemAscendConfig,
+    args: argparse.Namespace,
+) -> Accounts:
+    """Return the accounts of a model for the settings and the options.
+
+    Raises:
+        ConfigError: Settings that cannot work together, or a limit too small.
+    """
+    request = PlanRequest.from_deepspeed(
+        settings, block=block, world=args.world, local_world=ranks_of_node(args)
+    )
+    check_limit_can_be_kept(block, settings)
+    check_fewer(block, settings)
+    check_masters(block, settings)
+    check_release(block, settings)
+    limit_bytes = limit_of(block, args)
+    ours = request
+    if args.config is None or limit_bytes is not None:
+        # The tutorials set max_in_cpu for stock; a limit overrides it.
+        ours = dataclasses.replace(request, max_in_cpu=0)
+    return Accounts(
+        settings,
+        block,
+        shapes,
+        stock(shapes, request=request, settings=settings),
+        _tuned(shapes, request, settings),
+        four_pieces(shapes, request=request, settings=settings),
+        derive(shapes, request=ours, limit_bytes=limit_bytes),
+    )
+
+
+def _tuned(shapes: ModelShapes, request: PlanRequest, settings: DeepSpeedSettings) -> StockPlan:
+    """Return the account of stock with the settings that need the least host memory."""
+    zero = settings.zero_optimization
+    size = min(zero.sub_group_size, TUNED_SUB_GROUP_SIZE)
+    unpinned = {"pin_memory": False}
+    changes = {
+        "sub_group_size": size,
+        "offload_param": zero.offload_param.model_copy(update=unpinned | {"max_in_cpu": 0}),
+        "offload_optimizer": zero.offload_optimizer.model_copy(update=unpinned),
+    }
+    return stock(
+        shapes,
+        request=dataclasses.replace(request, sub_group_size=size),
+        settings=settings.model_copy(update={"zero_optimization": zero.model_copy(update=changes)}),
+    )
+
+
+def block_of(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendConfig:
+    """Return the block of the JSON, with --limit and --micro-batches in place of its own."""
+    raw = dict(find_block(ds_config) or {})
+    if args.micro_batches is not None:
+        stated = raw.get("micro_batches")
+        if isinstance(stated, Mapping) and stated.get("sequences") is not None:
+            args.usage_error(
+                f"--micro-batches {args.micro_batches} contradicts memascend.micro_batches."
+                f"sequences={stated['sequences']} in --config, which already decides the number of "
+                "slices. Leave one of them out"
+            )
+        others = stated if isinstance(stated, Mapping) else {}
+        raw["micro_batches"] = {**others, "count": args.micro_batches}
+    if args.limit is not None:
+        raw["host_memory_limit"] = args.limit
+        if "." in args.limit or args.limit == "1":
+            with contextlib.suppress(ValueError):  # "1.5GiB" stays text
+                raw["host_memory_limit"] = float(args.limit)
+    return parse_block(raw)
+
+
+def volume_paths_of(settings: DeepSpeedSettings, block: MemAscendConfig) -> list[str]:
+    """Return the paths of the volumes that a run would use; empty if the JSON names none."""
+    zero = settings.zero_optimization
+    fallback = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path
+    return [volume.path for volume in block.volumes or ()] or ([fallback] if fallback else [])
+
+
+def limit_of(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
+    """Return the limit of a rank in bytes; None without one."""
+    value = block.host_memory_limit
+    is_fraction = isinstance(value, int | float) and value <= 1
+    return parse_limit(value, available=memory_total() // ranks_of_node(args) if is_fraction else 0)

@@ -1,0 +1,244 @@
+"""The answer of `memascend plan`: does it fit, what is on the drive, how long is a step, what wear.
+
+Compares the plan with this machine, or with the sizes that the options state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from memascend.base.units import format_nbytes
+from memascend.cli.plan_accounts import Accounts
+from memascend.cli.plan_context import (
+    TABLE_CONTEXT,
+    device_bytes_of,
+    host_bytes_of,
+    within_host_memory,
+)
+from memascend.cli.plan_time import drive_seconds, drive_time, ranks_of_node
+from memascend.errors import ConfigError
+from memascend.plan.context import (
+    HOST_RESERVE_BYTES,
+    OURS_CHECKPOINTS,
+    STOCK_CHECKPOINTS,
+    DeviceSettings,
+    Training,
+    widths_of,
+)
+from memascend.plan.fit import Room, fit
+from memascend.system.gpus import list_gpus
+from memascend.system.memory import memory_total
+
+BILLION, TERABYTE = 10**9, 10**12
+WEAR_STEPS = 1000
+#: The endurance that makers state for common consumer drives of 2 TB, in bytes.
+RATED_BYTES = 1200 * TERABYTE
+HOST, DRIVE, GPU = "host memory", "drive space", "GPU memory"
+_LABEL_WIDTH, _WIDTH_MAX = 7, 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine; None for what is not known of it."""
+
+    memory_bytes: int | None  # host memory, for all its ranks
+    device_bytes: int | None  # device memory of one rank
+    free_bytes: int | None  # free space on the drive
+    place: str  # the folder that was asked for its free space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a reader wants to know first."""
+
+    needed: dict[str, int]  # bytes of one machine, of a GPU those of one rank
+    available: dict[str, int]  # the same, where it is known
+    place: str  # the folder on the drive
+    drive_bytes: int
+    read_bytes: int  # of one step, by all ranks of a machine
+    written_bytes: int
+    step_seconds: float
+    tokens: int | None  # of one step of all ranks; None if the GPU or its saved activations are not
+    shape: str  # the tokens as sequences of a length
+    rated_bytes: int  # bytes that the drive may be written in its life
+    is_stated: bool  # whether the JSON states these
+
+    @property
+    def lacking(self) -> dict[str, int]:
+        """Missing bytes by name; empty if all that is known fits."""
+        found = {name: self.needed[name] - have for name, have in self.available.items()}
+        return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
+
+    @property
+    def rated_share(self) -> float:
+        """The part of the drive's endurance that 1000 steps take."""
+        return WEAR_STEPS * self.written_bytes / self.rated_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the answer for `--json`."""
+        found = {"fits": not self.lacking, "lacking": self.lacking, "rated_share": self.rated_share}
+        return found | asdict(self)
+
+
+def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
+    """Return the memory and drive of this machine; sizes that the options state come first.
+
+    `paths` are the folders of the volumes. If none exists here, the current folder is asked.
+    """
+    ranks = ranks_of_node(args)
+    host_bytes, device_bytes = host_bytes_of(args), device_bytes_of(args)
+    memory_bytes = None if host_bytes is None else ranks * host_bytes
+    if memory_bytes is None:
+        with contextlib.suppress(ConfigError):
+            memory_bytes = memory_total()
+    if device_bytes is None:
+        device_bytes = min((gpu.memory_bytes for gpu in list_gpus()), default=None)
+    # One folder for each file system.
+    folders = {os.stat(path).st_dev: path for path in paths if os.path.isdir(path)}
+    if not folders and args.path is not None:
+        raise ConfigError(f"--path {args.path} is not a folder")
+    folders = folders or {0: os.getcwd()}
+    return Machine(
+        memory_bytes=memory_bytes,
+        device_bytes=device_bytes,
+        free_bytes=sum(shutil.disk_usage(folder).free for folder in folders.values()),
+        place=", ".join(folders.values()),
+    )
+
+
+def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) -> Answer:
+    """Return the answer for one model on one machine."""
+    plan, ranks = accounts.memascend, ranks_of_node(args)
+    needed = {
+        HOST: ranks * (plan.peak_bytes + HOST_RESERVE_BYTES),
+        DRIVE: ranks * plan.drive_bytes,
+    }
+    have = {HOST: machine.memory_bytes, DRIVE: machine.free_bytes}
+    sequences, length = 0, args.context or TABLE_CONTEXT
+    with contextlib.suppress(ConfigError):  # no plan of its activations
+        sequences, needed[GPU] = _batch(accounts, machine.device_bytes, args)
+        have[GPU] = machine.device_bytes
+    steps = plan.request.gradient_accumulation_steps
+    seconds = drive_seconds(plan, args)
+    if args.compute is not None:
+        seconds = drive_time(plan, args).step_s(*args.compute)
+    endurance = accounts.block.wear.endurance
+    return Answer(
+        needed=needed,
+        available={name: nbytes for name, nbytes in have.items() if nbytes is not None},
+        place=machine.place,
+        drive_bytes=ranks * plan.drive_bytes,
+        read_bytes=ranks * sum(plan.read_bytes.values()),
+        written_bytes=ranks * sum(plan.written_bytes.values()),
+        step_seconds=seconds,
+        tokens=sequences * length * steps * args.world or None,
+        shape=f"{sequences * steps * args.world} x {length}",
+        rated_bytes=endurance or RATED_BYTES,
+        is_stated=endurance is not None,
+    )
+
+
+def _batch(
+    accounts: Accounts, device_bytes: int | None, args: argparse.Namespace
+) -> tuple[int, int]:
+    """Return the sequences of a micro-step, and the device memory that they need.
+
+    Without --context it is the largest batch of a common length that fits; 0 if none is known to.
+    Checkpoints stay on the device unless the block has activations on the drive.
+    """
+    training = training_of(accounts, args)
+    way = OURS_CHECKPOINTS if accounts.block.activations.enabled else STOCK_CHECKPOINTS
+    count, length = args.batch, args.context or TABLE_CONTEXT
+    if args.context is None:
+        room = None if device_bytes is None else Room(device_bytes=device_bytes)
+        count = 0 if room is None else fit(training, way, room=room, unit_tokens=length).count
+    tokens = max(1, count) * length
+    return count, training.plan(way, tokens, device_bytes=device_bytes or 0).device_bytes
+
+
+def print_answer(
+    answer: Answer, accounts: Accounts, args: argparse.Namespace, console: Console
+) -> None:
+    """Print the model, and the four lines."""
+    request = accounts.memascend.request
+    on = f" on {args.nodes} machines; bytes of one machine" if args.nodes > 1 else ""
+    print(
+        f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
+        f"{request.precision}, {request.optimizer}, {request.world} rank(s){on}"
+    )
+    lines = {
+        "fits": _fits(answer),
+        "drive": f"{format_nbytes(answer.drive_bytes)} stay on it; a step reads "
+        f"{format_nbytes(answer.read_bytes)} and writes {format_nbytes(answer.written_bytes)}",
+        "step": _step(answer, args),
+        "wear": _wear(answer),
+    }
+    for label, text in lines.items():
+        print(
+            textwrap.fill(
+                text,
+                width=min(console.width, _WIDTH_MAX),
+                initial_indent=f"{label:<{_LABEL_WIDTH}}",
+                subsequent_indent=" " * _LABEL_WIDTH,
+                break_on_hyphens=False,
+            )
+        )
+
+
+def _fits(answer: Answer) -> str:
+    lacking = [f"{format_nbytes(n)} more of {name}" for name, n in answer.lacking.items()]
+    sizes = []
+    for name, have in answer.available.items():
+        where = f" free in {answer.place}" if name == DRIVE else ""
+        needed = format_nbytes(answer.needed[name])
+        sizes.append(f"{name} {needed} of {format_nbytes(have)}{where}")
+    if GPU not in answer.available:
+        sizes.append("no GPU counted (--device-memory 24GiB counts one)")
+    verdict = f"no, it needs {' and '.join(lacking)}" if lacking else "yes"
+    return f"{verdict}: {', '.join(sizes)}"
+
+
+def _step(answer: Answer, args: argparse.Namespace) -> str:
+    rates = args.drive.rates
+    source = "assumed" if "assumed" in args.drive.source else args.drive.source.split()[0]
+    at = f"{rates.read_gb_s:.3g} GB/s read, {rates.write_gb_s:.3g} written ({source})"
+    text = f"{answer.step_seconds:.0f} s or longer, at {at}"
+    if answer.tokens is None:
+        return text
+    rate = answer.tokens / answer.step_seconds if answer.step_seconds else 0
+    return f"{text}; {answer.tokens:,} tokens ({answer.shape}), at most {rate:,.0f} tokens/s"
+
+
+def _wear(answer: Answer) -> str:
+    terabytes = WEAR_STEPS * answer.written_bytes / TERABYTE
+    rated = f"the {answer.rated_bytes / TERABYTE:,.0f} TB that "
+    rated += "wear.endurance states" if answer.is_stated else "a 2 TB drive is often rated for"
+    return f"{WEAR_STEPS} steps write {terabytes:,.3g} TB, {answer.rated_share:.0%} of {rated}"
+
+
+def training_of(accounts: Accounts, args: argparse.Namespace) -> Training:
+    """Return the inputs of a context's plan.
+
+    Raises:
+        ConfigError: The saved activations of the model are not known.
+    """
+    hidden = widths_of(accounts.shapes).hidden
+    return Training(
+        shapes=accounts.shapes,
+        stock=accounts.stock,
+        ours=within_host_memory(accounts.shapes, accounts.memascend, args),
+        device=DeviceSettings.from_deepspeed(accounts.settings, hidden=hidden),
+        activations=accounts.block.activations,
+        micro_batches=accounts.block.micro_batches,
+        has_fused_loss=args.fused_loss,
+        has_tiled_mlp=args.tiled_mlp,
+    )

@@ -1,0 +1,137 @@
+"""The answer of `memascend plan`: it compares with this machine, or with what the options state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from memascend.base.units import GIB
+from memascend.cli import plan_answer
+from memascend.cli.main import main
+from memascend.system.gpus import Gpu
+from tests.support.planned import as_json
+
+
+class Usage(NamedTuple):
+    """What shutil.disk_usage returns."""
+
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 32 GiB, a GPU of 24 GiB and 1 TiB free."""
+    monkeypatch.setattr(plan_answer, "memory_total", lambda: 32 * GIB)
+    monkeypatch.setattr(plan_answer, "list_gpus", lambda: [Gpu("RTX 4090", 24 * GIB, "1")])
+    usage = Usage(2048 * GIB, 1024 * GIB, 1024 * GIB)
+    monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = as_json(capsys, *arguments)["answer"]
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_answer_comes_first_and_is_four_labelled_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = printed(capsys, "Qwen/Qwen3-8B", "--fused-loss")
+    assert lines[0].startswith("Qwen3-8B: 8.19 billion parameters, bf16, AdamW, 1 rank(s)")
+    labels = [line.split()[0] for line in lines[1:] if line[:1].islower()]
+    assert labels == ["fits", "drive", "step", "wear"]
+    text = " ".join(" ".join(lines).split())
+    assert "fits yes: host memory 3.73 GiB of 32.00 GiB, drive space 106.80 GiB of 1024" in text
+    assert "28,672 tokens (7 x 4096), at most 149 tokens/s" in text
+    assert "1000 steps write 115 TB, 10% of the 1,200 TB that a 2 TB drive" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--verbose",), ("--context", "4096", "--batch", "4"), ("--fit", "--context", "4096")],
+)
+def test_80_columns_are_enough(capsys: pytest.CaptureFixture[str], options: tuple[str]) -> None:
+    lines = printed(capsys, "Llama-3.1-8B", "--device-memory", "24GiB", *options)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+
+
+def test_what_does_not_fit_is_named_with_what_it_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_answer, "memory_total", lambda: 2 * GIB)
+    monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path: Usage(1, 1, 100 * GIB))
+    found = answer(capsys, "Llama-3.1-8B", "--device-memory", "4GiB")
+    assert not found["fits"]
+    assert set(found["lacking"]) == {"host memory", "drive space", "GPU memory"}
+    text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B")).split())
+    assert "fits no, it needs 1.82 GiB more of host memory and 4.70 GiB more of drive" in text
+
+
+def test_sizes_that_are_stated_come_before_those_of_the_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--host-memory", "8GiB", "--device-memory", "48GiB", "--world", "4", "--nodes", "2")
+    found = answer(capsys, "Llama-3.1-8B", *options)
+    assert found["available"]["host memory"] == 16 * GIB  # of the two ranks of a machine
+    assert found["available"]["GPU memory"] == 48 * GIB
+    assert found["tokens"] % (4 * 4096) == 0
+
+
+def test_without_a_gpu_no_tokens_are_promised(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_answer, "list_gpus", list)
+    found = answer(capsys, "Llama-3.1-8B")
+    assert (found["fits"], found["tokens"]) == (True, None)
+    text = " ".join(printed(capsys, "Llama-3.1-8B"))
+    assert "no GPU counted" in text
+    assert "tokens/s" not in text
+
+
+def test_a_model_whose_activations_are_not_known_has_an_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = answer(capsys, "microsoft/phi-4")
+    assert found["fits"]
+    assert "GPU memory" not in found["available"]
+    assert main(["plan", "microsoft/phi-4", "--context", "4096"]) == 1
+    assert "leave out --context and --fit" in capsys.readouterr().err
+
+
+def test_a_context_is_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(
+        capsys, "Llama-3.1-8B", "--context", "8192", "--batch", "2", "--compute", "9", "99"
+    )
+    assert (found["tokens"], found["shape"]) == (16384, "2 x 8192")
+    assert found["step_seconds"] > 99
+
+
+def test_the_folder_is_the_option_else_that_of_the_config_else_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    nvme = {"device": "nvme", "nvme_path": str(swap)}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    config = tmp_path / "ds.json"
+    content = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    config.write_text(json.dumps(content | {"memascend": {"wear": {"endurance": "2400TB"}}}))
+    model = ("Llama-3.1-8B", "--config", str(config))
+    found = answer(capsys, *model)
+    assert (found["place"], found["is_stated"]) == (str(swap), True)
+    assert found["rated_share"] == pytest.approx(112.4 / 2400, rel=0.01)
+    assert answer(capsys, *model, "--path", str(tmp_path))["place"] == str(tmp_path)
+    assert answer(capsys, "Llama-3.1-8B")["place"] == str(Path.cwd())
+    assert main(["plan", "Llama-3.1-8B", "--path", str(tmp_path / "nosuch")]) == 1
+    assert "--path" in capsys.readouterr().err

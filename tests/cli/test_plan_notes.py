@@ -1,0 +1,44 @@
+"""Notes of `memascend plan`: warnings stand there always, the rest on request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memascend.base.units import TIB
+from memascend.cli import plan_notes
+from memascend.cli.main import main
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", "Llama-3.1-8B", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_notes_are_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    short, long = printed(capsys), printed(capsys, "--verbose")
+    assert "not counted: Python" in long
+    assert "not counted: Python" not in short
+    assert "--verbose: how these numbers were found" in short
+
+
+def test_a_setting_that_moves_more_is_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    config = tmp_path / "ds.json"
+    content = {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    config.write_text(json.dumps(content | {"gradient_accumulation_steps": 4}))
+    assert "! accumulation over 4 micro-steps moves" in printed(capsys, "--config", str(config))
+    config.write_text(json.dumps(content | {"optimizer": {"type": "Muon"}}))
+    assert "! memascend's column is for steps in tiles" in printed(capsys, "--config", str(config))
+
+
+def test_a_rank_with_more_in_a_volume_than_a_file_of_ext4_holds_is_told() -> None:
+    assert plan_notes._note_of_files(32 * TIB, 2) == []
+    (note,) = plan_notes._note_of_files(33 * TIB, 1)
+    assert "33792.00 GiB" in note
+    assert "name 3 directories" in note
