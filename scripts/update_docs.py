@@ -75,6 +75,47 @@ def scaled(*, model: str = "Llama-3.1-70B", ranks: int = 8) -> str:
     return "\n".join(lines)
 
 
+def machine() -> str:
+    """Return the table of models on one machine: memory, drive, a step, wear."""
+    titles = ["model", "host memory", "tuned stock", "on the SSD", "a step", "tokens in it"]
+    titles += ["tokens per second", "1000 steps write", "of a 2 TB SSD"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for model in ("Llama-3.2-3B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B"):
+        found = json.loads(printed("plan", model, *_MACHINE, "--json"))
+        answer, terabytes = found["answer"], found["answer"]["written_bytes"] / 1e9
+        stock_bytes = max(found["tuned_stock"][f"{name}_bytes"] for name in _PEAKS)
+        cells = [
+            model,
+            f"**{max(found['memascend'][f'{name}_bytes'] for name in _PEAKS) / GIB:.1f} GiB**",
+            f"{stock_bytes / GIB:.0f} GiB",
+            f"{answer['drive_bytes'] / 1e9:.0f} GB",
+            f"{answer['step_seconds']:.0f} s",
+            f"{answer['tokens']:,}",
+            f"{answer['tokens'] / answer['step_seconds']:.0f}",
+            f"{terabytes:.0f} TB",
+            f"{answer['rated_share']:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def host_memory(*, model: str = "Llama-3.1-8B", cells: int = 40) -> str:
+    """Return a chart of host memory at its peak, in a block of text."""
+    found = json.loads(printed("plan", model, "--json"))
+    titles = {"stock": "stock DeepSpeed", "tuned_stock": "stock, tuned", "memascend": "memascend"}
+    peaks = {
+        title: max(found[name][f"{peak}_bytes"] for peak in _PEAKS) / GIB
+        for name, title in titles.items()
+    }
+    scale = cells / max(peaks.values())
+    lines = [f"host memory of {model} at its peak, GiB (computed: memascend plan {model})"]
+    lines += [
+        f"{title:<15}  {'█' * max(1, round(peak * scale))} {peak:.1f}"
+        for title, peak in peaks.items()
+    ]
+    return "\n".join(["```text", *lines, "```"])
+
+
 def calculator() -> str:
     """Return what the calculator's arithmetic goes by, as a statement of JavaScript."""
     request, limits, zero = PlanRequest(), ActivationConfig(), ZeroOptimization()
@@ -150,19 +191,20 @@ def of_form(shapes: ModelShapes) -> dict[str, int | bool]:
     }
 
 
+_MACHINE = ("--device-memory", "24GiB", "--host-memory", "32GiB", "--fused-loss")
+_PEAKS = ("initialization", "step")
 _FIT = ("plan", "--table", "--fit", "--fused-loss")
-_ROOM = ("--device-memory", "24GiB", "--host-memory", "64GiB")
 _MEMORY = ROOT / "docs" / "memory.md"
 #: What is generated: its name in the marks, the document, and who writes it.
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
-    "table of models": (ROOT / "README.md", lambda: printed("plan", "--table")),
+    "host memory of an 8B": (ROOT / "README.md", host_memory),
+    "table of one machine": (ROOT / "README.md", machine),
     "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
     "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),
     "numbers of the plan": (ROOT / "docs" / "calculator.js", calculator),
     "table of machines": (ROOT / "docs" / "scale.md", scaled),
     "table of contexts": (ROOT / "docs" / "context.md", lambda: printed(*_FIT)),
-    "contexts in 24 GiB": (ROOT / "README.md", lambda: printed(*_FIT, *_ROOM)),
 }
 
 

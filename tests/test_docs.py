@@ -23,7 +23,7 @@ VERSIONS_PAGE = ROOT / "docs" / "versions.md"
 ERRORS = ROOT / "docs" / "errors.md"
 PUBLIC = ROOT / "docs" / "public.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-LINES_MAX = {README: 200, ARCHITECTURE: 250}
+LINES_MAX = {README: 120, ARCHITECTURE: 250}
 SOURCE_FOLDERS = (
     ".github",
     "benchmarks",

@@ -52,7 +52,8 @@ def plans() -> list[str]:
         shlex.join(words)
         for document in DOCUMENTS
         for words in commands(document, "memascend")
-        if words[0] == "plan" and {*builtin_names(), "--table"} & {*words}
+        if words[0] == "plan"
+        and {*builtin_names(), "--table"} & {word.rpartition("/")[2] for word in words}
     }
     return sorted(found)
 
@@ -148,6 +149,32 @@ def test_every_plan_named_is_made(
     shutil.copyfile(ROOT / "configs" / "recipes" / "trainer.json", tmp_path / "ds.json")
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 0
+
+
+def test_the_quick_start_of_the_readme_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for `pip install .`, which is tests/test_wheel.py."""
+    monkeypatch.chdir(tmp_path)
+    typed = [shlex.split(line) for line in code_lines(ROOT / "README.md")]
+    assert [words[:2] for words in typed] == [
+        ["pip", "install"],
+        ["memascend", "doctor"],
+        ["memascend", "plan"],
+        ["memascend", "config"],
+    ]
+    main(typed[1][1:])  # its verdict on this machine is another matter
+    assert main(typed[2][1:]) == 0
+    assert "\nfits " in capsys.readouterr().out
+    assert typed[3][-2:] == [">", "ds.json"]
+    assert main(typed[3][1:-2]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert active_config(written) is not None
+    check_config(parse_deepspeed(written))
+    [diff] = code_blocks(ROOT / "README.md", "diff")
+    assert [line[0] for line in diff.splitlines()].count("+") == 1
+    changed = json.loads("{" + re.sub(r"^.", "", diff, flags=re.MULTILINE) + "}")
+    assert active_config(changed) is not None
 
 
 def test_the_first_page_can_be_followed(
