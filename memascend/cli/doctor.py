@@ -20,6 +20,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         found = {"healthy": is_healthy, "checks": [asdict(check) for check in checks]}
         print(json.dumps(found, indent=2))
     else:
-        _print_table(checks)
+        _print_findings(checks)
     return 0 if is_healthy else 1
 
 
@@ -135,7 +136,8 @@ def _package(name: str) -> Check:
     try:
         return Check(name, "ok", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "problem", "missing", f"pip install {name}")
+        wanted = f"{name}=={VERSIONS[-1]}" if name == "deepspeed" else name
+        return Check(name, "problem", "missing", f"pip install {wanted}")
 
 
 def _deepspeed() -> Check:
@@ -459,11 +461,17 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _print_table(checks: list[Check]) -> None:
-    table = Table(title="memascend doctor")
-    for title in ("", "state", "found", "fix"):
-        table.add_column(title, overflow="fold")
+def _print_findings(checks: list[Check]) -> None:
+    """Print a line for each finding, remedies below them, and the verdict."""
+    console = Console()
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for check in checks:
-        state = Text(check.state, style=_STYLES[check.state])
-        table.add_row(check.name, state, Text(check.found), Text(check.fix))
-    Console().print(table)
+        table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, Text(check.found))
+        if check.fix:
+            table.add_row("", "", Text(f"-> {check.fix}", style="bold"))
+    console.print(table)
+    counts = Counter(check.state for check in checks)
+    verdict = f"{counts['problem']} problem(s) in the way" if counts["problem"] else "ready"
+    console.print(f"{verdict}; {counts['note']} note(s) on what could be better")

@@ -20,6 +20,7 @@ from memascend.cli.doctor import Check
 from memascend.cli.main import main
 from memascend.config.installed import MUON
 from memascend.deepspeed.seams.compare import Comparison
+from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport, DriveWear
 from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
@@ -82,8 +83,10 @@ def test_the_table_has_every_finding_as_it_is_and_only_problems_fail(
     monkeypatch.setattr(doctor, "examine", lambda path: checks)
     assert main(["doctor"]) == status
     printed = capsys.readouterr().out
-    for part in ("first", "[red] found", "last", state, "values", "[do] this"):
+    for part in ("first", "[red] found", "last", state, "values", "-> [do] this"):
         assert part in printed
+    verdict = "1 problem(s) in the way" if status else "ready"
+    assert printed.splitlines()[-1].startswith(f"{verdict}; ")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +248,13 @@ def test_a_package_that_is_missing_is_in_the_way() -> None:
     name = "no-package-has-this-name"
     check = doctor._package(name)
     assert (check.state, check.found, check.fix) == ("problem", "missing", f"pip install {name}")
+
+
+def test_a_deepspeed_that_is_missing_is_installed_in_a_release_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only_these(monkeypatch, {})
+    assert doctor._deepspeed().fix == f"pip install deepspeed=={VERSIONS[-1]}"
 
 
 @pytest.mark.parametrize(
