@@ -25,7 +25,7 @@ PATTERNS = (
 )
 #: Where a page is on the site, when not under its own name.
 ADDRESSES = {"docs/start.md": "index.html", "README.md": "overview.html"}
-STYLE = "docs/pictures/site.css"
+STYLE, ICON = "docs/pictures/site.css", "docs/pictures/icon.svg"
 #: Of one page alone.
 SCRIPTS = {"docs/calculator.md": "docs/calculator.js"}
 #: Whose pages are about files beside them; on the site those are listed below the page.
@@ -43,7 +43,7 @@ def documents() -> list[Path]:
 
 def linked_files() -> list[Path]:
     """Return what pages link to beside pages: pictures, configurations, programs."""
-    found = {ROOT / name for name in (STYLE, *SCRIPTS.values())}
+    found = {ROOT / name for name in (STYLE, ICON, *SCRIPTS.values())}
     for document in documents():
         for link in LINK.findall(document.read_text(encoding="utf-8")):
             target = (document.parent / link).resolve()

@@ -57,6 +57,17 @@ def test_what_a_page_links_to_is_on_the_site(site: ModuleType) -> None:
     assert {ROOT / "LICENSE", *PICTURES} <= set(site.linked_files())
 
 
+def test_colours_follow_the_system_until_a_reader_chooses(config: Any) -> None:
+    palette = config["theme"]["palette"]
+    assert [entry["media"] for entry in palette] == [
+        "(prefers-color-scheme)",
+        "(prefers-color-scheme: light)",
+        "(prefers-color-scheme: dark)",
+    ]
+    assert all({"icon", "name"} == set(entry["toggle"]) for entry in palette)
+    assert (ROOT / config["theme"]["favicon"]).is_file()
+
+
 def test_a_page_that_needs_another_host_is_noticed(site: ModuleType) -> None:
     page = '<a href="https://arxiv.org"><script src="a.js"></script><link rel=x href="b.css">'
     assert site.fetched_elsewhere(page) == []
