@@ -5,6 +5,10 @@ libnuma, so one build serves every torch and nothing but a C++20 compiler is nee
 """
 
 import os
+import shlex
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 
 import pybind11
@@ -24,6 +28,21 @@ ROUNDING = ["-ffp-contract=off"]
 # As system headers pybind11's own are exempt from our warnings.
 SYSTEM_HEADERS = ["-isystem", pybind11.get_include()]
 
+#: What compiles, or comes before it: pip asks for the metadata before it fetches torch.
+COMPILING = {"dist_info", "bdist_wheel", "build_ext", "editable_wheel"}
+
+
+def check_compiler() -> None:
+    """End with the remedy if there is no C++ compiler, before anything is fetched or copied."""
+    words = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
+    if COMPILING & {*sys.argv} and not shutil.which(words[0]):
+        raise SystemExit(
+            f"memascend: {words[0]!r} not found, and its core needs a C++20 compiler.\n"
+            "Install one (apt-get install g++ python3-dev), name one in CXX, or install a wheel."
+        )
+
+
+check_compiler()
 ParallelCompile("NPY_NUM_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
 setup(

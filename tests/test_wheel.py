@@ -131,3 +131,20 @@ def test_a_bare_environment_has_the_plan(bare: Path, tmp_path: Path) -> None:
         PYTHONPATH="",
     )
     assert json.loads(printed)["model"]
+
+
+@pytest.mark.parametrize("command", ["dist_info", "build_ext"])
+def test_without_a_compiler_two_lines_name_the_remedy(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "setup.py", command],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": str(tmp_path), "CXX": "no-such-compiler"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    first, second = done.stdout.splitlines()
+    assert "'no-such-compiler' not found" in first
+    assert "apt-get install g++ python3-dev" in second
