@@ -443,10 +443,13 @@ const RUN_FIELDS = [
   ["read", "GB/s that a drive reads", NUMBERS.read_gb_s],
   ["written", "GB/s that it writes for long", NUMBERS.write_gb_s],
   ["mixed", "GB/s of both at the same time; 0: they take turns", 0],
-  ["memory", "host memory of each, GiB", 64],
+  ["memory", "host memory of each, GiB", 32],
   ["limit", "host_memory_limit, GiB; 0: none", 0],
-  ["tokens", "tokens of a micro-step whose checkpoints leave the device; 0: none do", 0],
+  ["tokens", "tokens per micro-batch with activations on the drive; 0: off", 0],
 ];
+
+/** The model that is shown first. */
+const FIRST = "Llama-3.1-8B";
 
 /** Return the value of a field, or NaN where it is none that a run could have. */
 function readNumber(form, name) {
@@ -496,7 +499,7 @@ function startCalculator(place) {
   };
   const leastOf = (text, value) => (value && text.includes("GB/s") ? RATE_MIN : Math.min(value, 1));
   const names = [...Object.keys(NUMBERS.models), OWN];
-  const choice = names.map((name) => `<option>${name}</option>`).join("");
+  const choice = names.map((name) => `<option${name === FIRST ? " selected" : ""}>${name}</option>`).join("");
   place.innerHTML = `<form class="calculator">
     <fieldset>${label("model", `<select name="model">${choice}</select>`)}
     ${RUN_FIELDS.map(([name, text, value]) => input(name, text, value, leastOf(text, value), /GiB|GB/.test(text) ? "any" : 1)).join("")}</fieldset>

@@ -215,7 +215,7 @@ def test_the_form_fits_the_screen_and_nothing_is_complained_of(seen: Browser) ->
 
 
 def test_a_reader_sees_what_the_table_of_the_documents_says(seen: Browser) -> None:
-    enter(seen, "model", "Llama-3.1-8B")
+    assert seen.ask(f"{FORM}.model.value") == "Llama-3.1-8B"
     rows = (DOCS / "memory.md").read_text(encoding="utf-8").splitlines()
     row = next(line for line in rows if line.startswith("| Llama-3.1-8B"))
     peak, ours = (row.split("|")[column].strip(" *") for column in (3, 6))
