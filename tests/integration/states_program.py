@@ -1,6 +1,7 @@
 """Trains with fewer bits in the optimizer, goes on from checkpoints, and prints what it found.
 
-Started by test_states.py with the dtypes of moments and of master weights; prints JSON.
+Started by test_states.py with the dtypes of moments and of master weights, and a folder for all
+ranks; prints JSON.
 Every engine has a name; of each there are the losses, and digests of master weights and moments as
 accessors give them.
 """
@@ -11,12 +12,12 @@ import gc
 import hashlib
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from deepspeed import utils
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
@@ -63,7 +64,7 @@ class Trainer:
             optimizer_keys: Further keys of `streaming.optimizer`.
         """
         drive = self.folder / name
-        drive.mkdir()
+        drive.mkdir(exist_ok=True)  # of another rank
         keys = ({} if is_fp32 else self.form) | (optimizer_keys or {})
         block = BLOCK | {"streaming": {"optimizer": keys}}
         config = training_config(drive, block, 1) | {"gradient_clipping": 0.0}
@@ -127,23 +128,25 @@ def digests(engine: Any) -> dict[str, str]:
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        trainer = Trainer(Path(name), {"state_dtype": sys.argv[1], "master_dtype": sys.argv[2]})
-        checkpoints = trainer.folder / "checkpoints"
-        trainer.run("fp32", 0, SAVED_AT, save=True, is_fp32=True)
-        trainer.run("whole", 0, STEPS)
-        small_tiles = {"tile_bytes": 64 << 10, "during_backward": True}
-        trainer.run("small tiles", 0, STEPS, optimizer_keys=small_tiles)
-        trainer.run("half", 0, SAVED_AT, save=True)
-        trainer.run("resumed", SAVED_AT, STEPS, load="half")
-        trainer.run("widened", SAVED_AT, STEPS, load="half", is_fp32=True)
-        trainer.run("rounded", SAVED_AT, STEPS, load="fp32")
-        trainer.run("stock", SAVED_AT, STEPS, load="half", is_stock=True)
+    state_dtype, master_dtype, folder = sys.argv[1:]
+    trainer = Trainer(Path(folder), {"state_dtype": state_dtype, "master_dtype": master_dtype})
+    checkpoints = trainer.folder / "checkpoints"
+    trainer.run("fp32", 0, SAVED_AT, save=True, is_fp32=True)
+    trainer.run("whole", 0, STEPS)
+    small_tiles = {"tile_bytes": 64 << 10, "during_backward": True}
+    trainer.run("small tiles", 0, STEPS, optimizer_keys=small_tiles)
+    trainer.run("half", 0, SAVED_AT, save=True)
+    trainer.run("resumed", SAVED_AT, STEPS, load="half")
+    trainer.run("widened", SAVED_AT, STEPS, load="half", is_fp32=True)
+    trainer.run("rounded", SAVED_AT, STEPS, load="fp32")
+    trainer.run("stock", SAVED_AT, STEPS, load="half", is_stock=True)
+    if dist.get_rank() == 0:
         write_universal(checkpoints / "half", checkpoints / "universal")
-        files = (checkpoints / "universal" / "zero").glob("*/exp_avg*.pt")
-        dtypes = {str(torch.load(path, weights_only=False).dtype) for path in files}
-        trainer.found["universal dtypes"] = sorted(dtypes)
-        trainer.run("universal run", SAVED_AT, STEPS, load="universal", universal=True)
+    dist.barrier()
+    files = (checkpoints / "universal" / "zero").glob("*/exp_avg*.pt")
+    dtypes = {str(torch.load(path, weights_only=False).dtype) for path in files}
+    trainer.found["universal dtypes"] = sorted(dtypes)
+    trainer.run("universal run", SAVED_AT, STEPS, load="universal", universal=True)
     print(json.dumps(trainer.found))
     leave()
 

@@ -15,8 +15,13 @@ PROGRAM = Path(__file__).with_name("states_program.py")
 pytestmark = pytest.mark.deepspeed
 
 
-#: Dtypes of moments, and of master weights.
-FORMS = [("bf16", "fp32"), ("int8", "fp32"), ("int8", "bf16+8"), ("int8/bf16", "bf16+8")]
+#: Dtypes of moments, and of master weights, and ranks.
+FORMS = [
+    ("bf16", "fp32", 1),
+    ("int8", "fp32", 1),
+    ("int8", "bf16+8", 2),
+    ("int8/bf16", "bf16+8", 1),
+]
 #: Dtypes of moments as they are read.
 READ = {
     "bf16": {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"},
@@ -26,20 +31,24 @@ READ = {
 
 
 @pytest.fixture(scope="module")
-def run_form(run_program: RunProgram) -> Callable[[tuple[str, str]], dict[str, Any]]:
+def run_form(
+    run_program: RunProgram, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[tuple[str, str, int]], dict[str, Any]]:
     """Returns what every engine of the program left, for a form."""
 
     @functools.cache
-    def run(form: tuple[str, str]) -> dict[str, Any]:
-        content: dict[str, Any] = run_program(str(PROGRAM), *form)
+    def run(form: tuple[str, str, int]) -> dict[str, Any]:
+        *dtypes, ranks = form
+        folder = tmp_path_factory.mktemp("states")
+        content: dict[str, Any] = run_program(str(PROGRAM), *dtypes, str(folder), ranks=ranks)
         return content | {"form": form}
 
     return run
 
 
-@pytest.fixture(params=FORMS, ids=" ".join)
+@pytest.fixture(params=FORMS, ids=lambda form: " ".join(map(str, form)))
 def found(
-    request: pytest.FixtureRequest, run_form: Callable[[tuple[str, str]], dict[str, Any]]
+    request: pytest.FixtureRequest, run_form: Callable[[tuple[str, str, int]], dict[str, Any]]
 ) -> dict[str, Any]:
     """The same for each form."""
     return run_form(request.param)
@@ -98,7 +107,7 @@ def test_cpu_offload_widens_them_as_well(found: dict[str, Any]) -> None:
 
 
 def test_moments_in_fp32_are_rounded_to_nearest_by_a_run_in_bf16(
-    run_form: Callable[[tuple[str, str]], dict[str, Any]],
+    run_form: Callable[[tuple[str, str, int]], dict[str, Any]],
 ) -> None:
     found = run_form(FORMS[0])
     start, saved = found["rounded"]["start"], found["fp32"]["end"]
