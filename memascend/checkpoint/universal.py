@@ -22,6 +22,7 @@ from memascend.checkpoint.manifest import missing_file
 from memascend.checkpoint.pieces import ByteSpan, PieceReader
 from memascend.checkpoint.source import CheckpointSource, TargetOptimizer, read_torch_file
 from memascend.errors import CheckpointError
+from memascend.plan.optimizers import MOMENTUM
 
 _MASTER = "fp32"
 _STEP = "step"
@@ -82,7 +83,11 @@ def open_universal(
     try:
         saved = zero_states["optimizer_state_dict"]
         groups, first = saved["param_groups"], saved["state"][0]
-        scalars = {name: value for name, value in first.items() if is_scalar(value)}
+        # With Muon some sub-groups have none.
+        counted = (
+            values for values in saved["state"].values() if any(map(is_scalar, values.values()))
+        )
+        scalars = {name: value for name, value in next(counted, first).items() if is_scalar(value)}
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint file {path} lacks {error}. Likely cause: it was converted from another "
@@ -112,7 +117,7 @@ def open_universal(
                 for run in own_runs
             ]
             readers[None if state == _MASTER else state] = dtype, PieceReader(spans)
-        source.add(index, readers, scalars)
+        source.add(index, readers, {} if set(readers) == {None, MOMENTUM} else scalars)
     return source
 
 

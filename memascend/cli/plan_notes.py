@@ -20,7 +20,7 @@ from memascend.plan.advice import (
     advise_wear,
 )
 from memascend.plan.derive import ROUNDING, Plan
-from memascend.plan.muon import advise_muon
+from memascend.plan.muon import advise_muon, note_device
 from memascend.plan.optimizer_dtypes import fewer_bits, inexactness
 from memascend.plan.request import sections_off, why_not_during_backward, why_whole_steps
 from memascend.plan.shapes import ModelShapes
@@ -63,6 +63,7 @@ def notes_of(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     notes += _note_of_drives(plan)
     notes.append(advise(accounts.shapes, plan))
     notes.append(advise_in_cpu(accounts.shapes, plan))
+    notes.append(note_device(accounts.shapes, plan.request))
     notes.append(
         advise_wear(
             accounts.shapes, plan, accounts.settings, accounts.block, ranks=ranks_of_node(args)

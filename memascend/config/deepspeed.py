@@ -116,6 +116,7 @@ class ZeroOptimization(_Part):
     reduce_bucket_size: Count = 5 * 10**8
     contiguous_gradients: bool = True
     zenflow: Any = None
+    save_muon_momentum_buffer_in_memory: bool = False
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 

@@ -48,13 +48,19 @@ CHECKPOINT_INPUTS = Ability(
     "0.19.6",
 )
 MUON = Ability("Muon in ZeRO stage 3", "runtime/zero/stage3.py", "self.use_muon =", "0.18.9")
+MUON_BY_MATRIX = Ability(
+    "updates of matrices before the step of an offloaded optimizer",
+    "runtime/zero/stage3.py",
+    "def _apply_muon_updates_cpu_offload(",
+    "0.19.8",
+)
 INNER_PASSES = Ability(
     "counting a backward pass inside another one",
     "runtime/zero/stage3.py",
     "def clear_backward_seen_flag(",
     "0.18.5",
 )
-ABILITIES = (INNER_PASSES, MUON, CHECKPOINT_INPUTS, WHOLE_STEPS)
+ABILITIES = (INNER_PASSES, MUON, CHECKPOINT_INPUTS, WHOLE_STEPS, MUON_BY_MATRIX)
 
 
 def is_able(ability: Ability) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from memascend.base.sizes import ACTIVATIONS_BYTES
 from memascend.base.units import PAGE_BYTES
+from memascend.plan.muon import matrix_names
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -57,15 +58,20 @@ def _key_bytes(
         sizes += [(tensor.shard_bytes(world, itemsize), 1) for tensor in shapes.tensors]
         sizes += [(tensor.shard_bytes(world, itemsize), values - 1) for tensor in shapes.trainable]
     if request.optimizer_device == "nvme":
-        window = request.window
+        window, matrices = request.window, matrix_names(shapes, request)
         for tensor in shapes.trainable:
             numel = tensor.shard_numel(world)
-            sizes.append((numel * window.sum_itemsize, window.sums + gradients_set))
+            is_matrix = request.is_tiled and tensor.name in matrices  # its update is set
+            sets = 1 if is_matrix else gradients_set
+            sizes.append((numel * window.sum_itemsize, window.sums + sets))
             sizes.append((numel * window.arriving_itemsize, window.places))
             # Keys of sub-groups: at most one sub-group per tensor.
             sizes.append((numel * request.stored_master_itemsize, values))
             if request.splits_master:
                 sizes.append((numel * request.param_itemsize, high_halves))
-            sizes += [(nbytes, values) for nbytes in request.states_keys(numel)]
+            if is_matrix:
+                sizes.append((numel * request.momentum_itemsize, 1))
+            else:
+                sizes += [(nbytes, values) for nbytes in request.states_keys(numel)]
     exact = sum(nbytes * count for nbytes, count in sizes)
     return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

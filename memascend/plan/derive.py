@@ -34,6 +34,7 @@ from memascend.plan.knobs import (
     spare_count,
     sub_group_numels,
 )
+from memascend.plan.muon import matrices_numel
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -73,6 +74,7 @@ class Plan(Footprint):
     #: Part of the gradients that backward waits for: those of a layer that exceed all room.
     held_up: float
     early_numel: int  # elements of the sub-groups that may be stepped during backward
+    updates_bytes: int  # bytes of Muon's updates, which the step writes, and reads again
     resident: Mapping[str, int] = field(default_factory=dict)  # bytes in memory, by stream
     #: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     not_ours: Mapping[str, int] = field(default_factory=dict)
@@ -177,8 +179,15 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
         PARAMETERS: sum(_shards_bytes(shapes, request)) if has_parameters else 0,
         GRADIENTS: learning * request.gradient_itemsize,
         MASTER: learning * request.stored_master_itemsize,
-        STATE: math.ceil(learning * request.states_bytes),
+        STATE: math.ceil(learning * request.states_bytes) - _saved_by_momentum(shapes, request),
     }
+
+
+def _saved_by_momentum(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Return the bytes that Muon's momentum takes less than the states of other parameters."""
+    saved_itemsize = request.states_bytes - request.momentum_itemsize
+    on_drive = request.optimizer_device == "nvme"
+    return int(matrices_numel(shapes, request) * saved_itemsize) if on_drive else 0
 
 
 def _orders(request: PlanRequest) -> list[tuple[str, ...]]:
@@ -262,6 +271,13 @@ def _traffic(
         GRADIENTS: window.written_bytes * stored_numel + given_way_bytes,
     }
     on_drive = drive | {GRADIENTS: window.drive_bytes * stored_numel + given_way_bytes}
+    passes_written = written[GRADIENTS]
+    # Updates of matrices lie beside the gradients; the walk reads them.
+    updates_bytes = matrices_numel(shapes, request) * request.gradient_itemsize
+    if not drive[GRADIENTS] + resident.get(GRADIENTS, 0):
+        updates_bytes = 0
+    for moved in (read, written, on_drive):
+        moved[GRADIENTS] += updates_bytes
     early_numel = _early_numel(shapes, request, resident)
     if early_numel:
         parameters = learning * request.param_itemsize
@@ -279,6 +295,7 @@ def _traffic(
         read[GRADIENTS] -= sums_bytes
         if not request.guesses:
             written[GRADIENTS] -= sums_bytes
+            passes_written -= sums_bytes
     if request.verify != "off":
         on_drive[ROUNDING] = rounding_bytes(shapes, request)
     return {
@@ -287,7 +304,8 @@ def _traffic(
         "written_bytes": read | written,
         "passes_read_bytes": passes_parameters + passes_gradients,
         "halves_read_bytes": halves_bytes,
-        "passes_written_bytes": written[GRADIENTS],
+        "passes_written_bytes": passes_written,
+        "updates_bytes": updates_bytes,
         "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
         "early_numel": early_numel,
     }

@@ -41,6 +41,7 @@ from memascend.base.units import KIB, MIB, PAGE_BYTES, format_nbytes, page_down,
 from memascend.errors import ConfigError
 from memascend.memory.pool import SLOT_PARTS
 from memascend.plan.checksums import checksum_bytes
+from memascend.plan.muon import matrix_names
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 
@@ -255,6 +256,7 @@ def sub_group_numels(shapes: ModelShapes, request: PlanRequest) -> Sequence[int]
         world=request.world,
         sub_group_size=request.sub_group_size,
         has_decay_groups=request.has_decay_groups,
+        matrices=matrix_names(shapes, request),
     )
     return [sum(tensor.shard_numel(request.world) for tensor in group) for group in groups]
 

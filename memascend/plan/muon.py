@@ -11,12 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from memascend.base.units import format_nbytes
 from memascend.config.deepspeed import DeepSpeedSettings
+from memascend.plan.optimizers import is_muon
+from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 
 #: Names of parameters that DeepSpeed gives to Adam, as those of fewer than two dimensions
 #: (`set_optimizer_flags` in its `__init__.py`).
 ADAM_KEYWORDS = ("embed", "lm_head")
+#: On the device, for each element of a matrix that is updated: its gradient and momentum, and the
+#: temporaries of Newton-Schulz.
+UPDATE_VALUES = 8
+#: The same with several ranks: buffers of the gather, for gradient and momentum.
+GATHERED_VALUES = 4
 
 
 def matrices_of(shapes: ModelShapes) -> list[TensorShape]:
@@ -26,6 +34,19 @@ def matrices_of(shapes: ModelShapes) -> list[TensorShape]:
         for tensor in shapes.trainable
         if len(tensor.shape) >= 2 and not any(word in tensor.name.lower() for word in ADAM_KEYWORDS)
     ]
+
+
+def matrix_names(shapes: ModelShapes, request: PlanRequest) -> frozenset[str]:
+    """Return the names of the parameters that Muon updates; none with another optimizer."""
+    found = matrices_of(shapes) if request.is_muon else ()
+    return frozenset(tensor.name for tensor in found)
+
+
+def matrices_numel(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Return the elements of one rank's parts of the matrices that are updated one by one."""
+    if not request.is_muon or not request.is_tiled:
+        return 0
+    return sum(tensor.shard_numel(request.world) for tensor in matrices_of(shapes))
 
 
 def update_norm(matrices: Iterable[TensorShape]) -> float:
@@ -40,7 +61,7 @@ def update_norm(matrices: Iterable[TensorShape]) -> float:
 def advise_muon(shapes: ModelShapes, settings: DeepSpeedSettings) -> str:
     """Return a line about clipping of Muon's updates; empty if nothing is clipped, or not Muon."""
     clipping = settings.gradient_clipping
-    if settings.optimizer.type.lower() != "muon":
+    if not is_muon(settings.optimizer.type):
         return ""
     if "gradient_clipping" in settings.left_to_trainer:
         found = 'gradient_clipping is "auto", so a Trainer sets it to its max_grad_norm, 1.0'
@@ -54,4 +75,17 @@ def advise_muon(shapes: ModelShapes, settings: DeepSpeedSettings) -> str:
         f"{found}, and the norm of Muon's updates is about {norm:,.0f} for this model: each step, "
         f"and the gradients of parameters that Adam steps, would be divided by about "
         f"{norm / clipping:,.0f}. Set it to 0 (max_grad_norm=0 in a Trainer), or above {norm:,.0f}"
+    )
+
+
+def note_device(shapes: ModelShapes, request: PlanRequest) -> str:
+    """Return a line about the device memory of the largest update; empty if none is made alone."""
+    if not matrices_numel(shapes, request):
+        return ""
+    largest = max(matrices_of(shapes), key=lambda tensor: tensor.numel)
+    values = UPDATE_VALUES + GATHERED_VALUES * (request.world > 1)
+    nbytes = largest.numel * values * request.gradient_itemsize
+    return (
+        f"Muon updates one matrix at a time on the device, in step(): the largest, {largest.name} "
+        f"of {largest.numel:,} elements, takes about {format_nbytes(nbytes)} there"
     )

@@ -1,9 +1,10 @@
 """Table of known optimizers: which step element by element, and their initial states.
 
 An elementwise optimizer updates each element from that element's own weight, gradient and state, so
-a sub-group may be stepped tile by tile. All others (LAMB, Adafactor, Muon, and those not listed)
-need the whole sub-group: they use whole tensors, or keep a running number per tensor that every
-tile would advance (NAdam). Pure data: no torch, no DeepSpeed.
+a sub-group may be stepped tile by tile. All others (LAMB, Adafactor, and those not listed) need the
+whole sub-group: they use whole tensors, or keep a running number per tensor that every tile would
+advance (NAdam). Muon is elementwise once its updates are made, matrix by matrix, before the walk.
+Pure data: no torch, no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class OptimizerKind:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Muon's state, which tiles do not have; its other parameters have Adam's.
+MOMENTUM = "momentum_buffer"
 #: By name in a DeepSpeed JSON, or name of the class, in lower case.
 _KINDS = {
     "adam": OptimizerKind(states=2, options=("amsgrad",), start=_MOMENTS),
@@ -45,11 +48,17 @@ _KINDS = {
     "sgd": OptimizerKind(states=0, options=("momentum",)),
     "lamb": OptimizerKind(states=2, is_elementwise=False),
     "fusedlamb": OptimizerKind(states=2, is_elementwise=False),
-    "muon": OptimizerKind(states=1, is_elementwise=False),
+    "muon": OptimizerKind(states=2, start=_MOMENTS),
+    "muonwithauxadam": OptimizerKind(states=2, start=_MOMENTS),
     "adafactor": OptimizerKind(states=2, is_elementwise=False),
     "nadam": OptimizerKind(states=2, is_elementwise=False),
 }
 _UNKNOWN = OptimizerKind(states=2, options=("amsgrad",), is_elementwise=False)
+
+
+def is_muon(optimizer: str) -> bool:
+    """Return whether an optimizer, by name, is DeepSpeed's Muon."""
+    return optimizer.lower() in ("muon", "muonwithauxadam")
 
 
 def kind_of(optimizer: str) -> OptimizerKind:

@@ -30,7 +30,7 @@ from memascend.plan.optimizer_dtypes import (
     state_dtype,
     why_not_cpu_adam,
 )
-from memascend.plan.optimizers import kind_of, state_count_of
+from memascend.plan.optimizers import is_muon, kind_of, state_count_of
 from memascend.plan.window import WindowBytes
 
 #: Bytes of an element, by the names of dtypes. Only a live model is in fp64.
@@ -41,6 +41,11 @@ SCALE_NUMEL, SCALE_BYTES = 128, 4
 _CODED = {INT8: (1 + 1, 2), INT8_BF16: (1 + 2, 1)}
 #: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.
 NEEDS_WHOLE_GRADIENTS = "Muon needs whole gradients"
+KEEPS_MOMENTUM = (
+    "zero_optimization.save_muon_momentum_buffer_in_memory keeps Muon's momentum in host memory, "
+    "which grows with the model"
+)
+HAS_OTHER_ADAM = "Muon's other parameters are stepped by another optimizer than DeepSpeedCPUAdam"
 LEAVES_A_PART = "offload_optimizer.ratio leaves a part of it on the device"
 SCALES_IN_EVERY_CALL = "torch_autocast updates its loss scale with every call of the optimizer"
 _ZERO = ZeroOptimization()
@@ -149,7 +154,7 @@ class PlanRequest:
         devices = {self.parameters_device, self.optimizer_device}
         # A script may change parameters in host memory unseen.
         is_on_drive = devices == {"nvme"} and not self.max_in_cpu
-        return self.wants_split_master and is_bf16 and is_on_drive
+        return self.wants_split_master and is_bf16 and is_on_drive and not self.is_muon
 
     @property
     def stored_master_itemsize(self) -> int:
@@ -185,6 +190,16 @@ class PlanRequest:
         codes_bytes, scales = _CODED[self.state_dtype]
         scales_bytes = -(-numel // SCALE_NUMEL) * SCALE_BYTES * scales
         return [numel, numel * (codes_bytes - 1), scales_bytes]
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether the optimizer is DeepSpeed's Muon."""
+        return is_muon(self.optimizer)
+
+    @property
+    def momentum_itemsize(self) -> int:
+        """Bytes of an element of Muon's momentum."""
+        return min(ITEMSIZES[self.arriving_dtype or self.precision], self.gradient_itemsize)
 
     @property
     def is_tiled(self) -> bool:
@@ -246,6 +261,7 @@ class PlanRequest:
             accumulation_dtype=settings.data_types.grad_accum_dtype or settings.precision,
             optimizer=optimizer.type,
             state_count=state_count_of(optimizer.type, optimizer.params),
+            is_elementwise=False if is_muon(optimizer.type) and why_whole_steps(settings) else None,
             sub_group_size=zero.sub_group_size,
             has_decay_groups=has_decay_groups,
             parameters_device=zero.offload_param.device,
@@ -313,8 +329,11 @@ def sections_off(block: MemAscendConfig) -> list[str]:
 def why_whole_steps(settings: DeepSpeedSettings) -> str:
     """Return the reason in the JSON to step sub-groups whole; empty if there is none."""
     offload = settings.zero_optimization.offload_optimizer
-    if settings.optimizer.type.lower() == "muon":
-        return NEEDS_WHOLE_GRADIENTS
+    if is_muon(settings.optimizer.type):
+        if settings.zero_optimization.save_muon_momentum_buffer_in_memory:
+            return KEEPS_MOMENTUM
+        if settings.adam.torch_adam:
+            return HAS_OTHER_ADAM
     if offload.device == "nvme" and offload.ratio != 1.0:
         return LEAVES_A_PART
     if settings.torch_autocast.enabled:

@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -68,18 +68,30 @@ class ModelShapes:
         return tuple(tensor for tensor in self.tensors if tensor.trainable)
 
     def sub_groups(
-        self, *, world: int, sub_group_size: int, has_decay_groups: bool
+        self,
+        *,
+        world: int,
+        sub_group_size: int,
+        has_decay_groups: bool,
+        matrices: Collection[str] = (),
     ) -> list[list[TensorShape]]:
         """Return DeepSpeed's units of the optimizer step, in its order.
 
         A sub-group is closed once one rank's elements reach `sub_group_size`; it never spans two
-        parameter groups. Norms and biases (one dimension) may form a second one.
+        parameter groups. Norms and biases (one dimension) may form a second one, and the parameters
+        that Muon updates, of the names `matrices`, one before the others.
         """
         groups = [self.trainable]
         if has_decay_groups:
             groups = [
                 tuple(t for t in self.trainable if len(t.shape) > 1),
                 tuple(t for t in self.trainable if len(t.shape) <= 1),
+            ]
+        if matrices:
+            groups = [
+                tuple(tensor for tensor in group if (tensor.name in matrices) == is_matrix)
+                for group in groups
+                for is_matrix in (True, False)
             ]
         closed: list[list[TensorShape]] = []
         for group in groups:

@@ -125,7 +125,11 @@ def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
     states = read[MASTER] + read[STATE] + plan.halves_read_bytes
     every = _Moved(
         states + gradients_bytes + second_read,
-        written[MASTER] + written[STATE] + written[PARAMETERS] + second_written,
+        written[MASTER]
+        + written[STATE]
+        + written[PARAMETERS]
+        + second_written
+        + plan.updates_bytes,
     )
     if not request.during_backward:
         # The first tiles are read during backward, without their gradients.

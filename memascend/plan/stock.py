@@ -20,6 +20,7 @@ from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import MIB, power_of_two_up
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.footprint import Footprint
+from memascend.plan.muon import matrix_names
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 
@@ -102,6 +103,7 @@ class _StockAccount:
             world=request.world,
             sub_group_size=request.sub_group_size,
             has_decay_groups=request.has_decay_groups,
+            matrices=matrix_names(shapes, request),
         )
         self._group_numels = [self._numel(group) for group in self._groups]
         self._group_numel_max = max(self._group_numels, default=0)
@@ -302,7 +304,7 @@ class _StockAccount:
             PARAMETERS: request.passes_bytes(travelling_bytes, self._shapes.numel) * steps,
             GRADIENTS: gradients,
             MASTER: master,
-            STATE: master * request.states,
+            STATE: self._states_bytes(),
         }
         stored = sum(self._aligned(t.shard_numel(request.world), itemsize) for t in on_drive)
         return {
@@ -312,6 +314,17 @@ class _StockAccount:
             "passes_read_bytes": read[PARAMETERS],
             "passes_written_bytes": gradients,
         }
+
+    def _states_bytes(self) -> int:
+        """Return bytes of states on the drive; a matrix of Muon has one."""
+        itemsize, states = self._request.master_itemsize, self._request.states
+        matrices = matrix_names(self._shapes, self._request)
+        swapped = set(self._swapped_group_numels())
+        return sum(
+            self._aligned(numel, itemsize) * (1 if group[0].name in matrices else states)
+            for group, numel in zip(self._groups, self._group_numels, strict=True)
+            if numel in swapped
+        )
 
     def _gradient_bytes(self) -> int:
         """Return bytes of fp32 gradients in a step; small gradients stay on the device."""

@@ -33,7 +33,9 @@ def test_a_setting_that_moves_more_is_a_warning(
     content = {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
     config.write_text(json.dumps(content | {"gradient_accumulation_steps": 4}))
     assert "! accumulation over 4 micro-steps moves" in printed(capsys, "--config", str(config))
-    config.write_text(json.dumps(content | {"optimizer": {"type": "Muon"}}))
+    config.write_text(
+        json.dumps(content | {"optimizer": {"type": "Muon", "params": {"torch_adam": True}}})
+    )
     assert "! memascend's column is for steps in tiles" in printed(capsys, "--config", str(config))
 
 

@@ -64,6 +64,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"optimizer": "none", "optimizer_type": "TorchAdamW"},
         **{"dtype": "fp16", "scale_power": 12},
     },
+    "Muon": {"optimizer_type": "Muon", "steps": 4},
+    "Muon, two ranks": {
+        **{"optimizer_type": "Muon", "world": 2, "family": "odd", "checkpointing": "off"},
+    },
     "one pass in four slices": {"accumulation": 1, "labelled": True, "slices": 4},
     "four ranks": {"world": 4},
     # Three of four have nothing of a tensor.

@@ -20,6 +20,13 @@ STATES = {"Adagrad": ("exp_avg_sq",), "Lion": ("exp_avg",), "client": ("average"
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 
+def states_of(case: Case, weight: nn.Parameter) -> tuple[str, ...]:
+    """The optimizer's states of a tensor: Muon has another one for matrices."""
+    if getattr(weight, "use_muon", False):
+        return ("momentum_buffer",)
+    return STATES.get(case.optimizer_type, ADAM_STATES)
+
+
 def before_step(case: Case, module: nn.Module) -> dict[str, str]:
     """Reads everything, changes gradients in every way there is, and reads again."""
     found = read(case, module, "found")
@@ -42,17 +49,16 @@ def after_step(case: Case, module: nn.Module) -> dict[str, str]:
     if case.accessors != "change":
         return found
     first, large, middle, small = chosen(module).values()
-    states = STATES.get(case.optimizer_type, ADAM_STATES)
     for weight in (first, middle):
         if not can_be_set_whole(weight):
             continue
         utils.safe_set_full_fp32_param(weight, utils.safe_get_full_fp32_param(weight) * 1.25)
-        for state in states:
+        for state in states_of(case, weight):
             value = utils.safe_get_full_optimizer_state(weight, state)
             utils.safe_set_full_optimizer_state(weight, value * 0.5, state)
     for weight in (large, small):
         utils.safe_set_local_fp32_param(weight, utils.safe_get_local_fp32_param(weight) * 0.75)
-        for state in states:
+        for state in states_of(case, weight):
             value = utils.safe_get_local_optimizer_state(weight, state)
             utils.safe_set_local_optimizer_state(weight, value * 2, state)
     return found | read(case, module, "changed")
@@ -79,7 +85,7 @@ def read(case: Case, module: nn.Module, when: str) -> dict[str, str]:
             "master": utils.safe_get_local_fp32_param(weight),
             "gradient": utils.safe_get_local_grad(weight),
         }
-        for state in STATES.get(case.optimizer_type, ADAM_STATES):
+        for state in states_of(case, weight):
             values[f"{name} {state}"] = utils.safe_get_full_optimizer_state(weight, state)
             local[state] = utils.safe_get_local_optimizer_state(weight, state)
         for what, part in local.items():

@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "TorchAdamW": ("AdamW", ADAM | {"torch_adam": True}),
     "Lion": ("Lion", {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}),
     "Adagrad": ("Adagrad", {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}),
+    "Muon": ("Muon", {"lr": 1e-2, "adam_lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}),
 }
 SUB_GROUP_LARGE_NUMEL = 1_000_000_000
 
@@ -297,6 +298,8 @@ def _zero_optimization(case: Case, nvme_path: str) -> dict[str, Any]:
         "stage3_max_live_parameters": case.live_numel_max,
         "stage3_max_reuse_distance": case.reuse_numel_max,
     }
+    if case.optimizer_type == "Muon":  # refuses it
+        zero["reduce_scatter"] = False
     if case.params == "nvme":
         zero["offload_param"] = {
             "device": "nvme",

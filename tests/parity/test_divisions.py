@@ -180,3 +180,21 @@ def test_from_cpu_offload_to_ours_and_back_nothing_is_lost(bench: Bench, tmp_pat
     back = dataclasses.replace(ours.case, load_from=str(ours.folder), save_to="", steps=4)
     uninterrupted = bench.run(stock.later(), "oracle")
     assert differences(bench.run(back, "oracle"), uninterrupted) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_universal", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_muons_momentum_is_loaded_by_other_ranks(
+    bench: Bench, tmp_path: Path, world: int, is_universal: bool
+) -> None:
+    """A matrix is cut in other places then; other parameters have Adam's moments."""
+    case = Case(family="odd", world=world, steps=STEPS, optimizer_type="Muon")
+    found = save(bench, tmp_path / "saved", case, "memascend")
+    assert any("momentum_buffer" in name for name in found.states)
+    loads = found.later(world=3 - world, steps=STEPS, is_universal=is_universal)
+    if is_universal:
+        output = found.folder / "universal"
+        main = ["-m", "memascend.cli.main", "checkpoint", "to-universal", found.tag]
+        python(*main, "--output", output)
+    assert bench.run(loads, "memascend")[0]["loaded"] == found.states

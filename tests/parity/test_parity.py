@@ -107,6 +107,20 @@ def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
+@pytest.mark.parametrize("case", quick(matrix.muon_cases(), 0, 1, 2), ids=case_name)
+def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    for rank in facts:
+        assert not any("not used" in line for line in rank["warnings"])
+        ledger = rank["ledger"]
+        rows = {row["component"] for row in ledger["rows"] if row["peak_bytes"] > 0}
+        assert "optimizer tiles" in rows  # whole sub-groups would be in other buffers
+        if case.limit_bytes:
+            assert 0 < ledger["held_bytes_peak"] <= case.limit_bytes
+
+
 @pytest.mark.parametrize("case", quick(matrix.sum_cases(), 0, 1), ids=case_name)
 def test_sums_of_narrower_gradients_have_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")

@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from .cases import Case
+from memascend.plan.derive import derive
+from memascend.plan.request import PlanRequest
+from memascend.plan.shapes import from_module
+
+from . import models
+from .cases import Case, deepspeed_json
 from .workers import Bench
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
@@ -35,3 +40,16 @@ def test_a_skipped_step_writes_gradients_and_nothing_else(bench: Bench) -> None:
     skipped, _ = written_bytes_of_a_step(bench, Case(dtype="fp16", scale_power=60))
     # In fp16: a gradient of 2 bytes; then master weight, two moments and parameter: 4 + 8 + 2.
     assert skipped == pytest.approx(taken * 2 / 16, rel=0.02)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_step_of_muon_writes_what_the_plan_says(bench: Bench, clipping: float) -> None:
+    case = Case(optimizer_type="Muon", clipping=clipping)
+    written, on_drive = written_bytes_of_a_step(bench, case)
+    request = PlanRequest.from_deepspeed(
+        deepspeed_json(case, "memascend", "/drive"), has_decay_groups=False
+    )
+    plan = derive(from_module(models.maker(case.family)()), request=request)
+    assert plan.updates_bytes > 0
+    assert written == pytest.approx(sum(plan.written_bytes.values()), rel=0.05)
+    assert on_drive == pytest.approx(sum(plan.drive.values()), rel=0.05)

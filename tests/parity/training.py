@@ -6,6 +6,7 @@ arguments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -75,7 +76,9 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
         Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal
         bits.
     """
-    with watched(late=case.walk == "late") as walks:
+    eager = torch.compiler.set_stance if case.optimizer_type == "Muon" else contextlib.nullcontext
+    # Compiling Muon's kernels for each shape takes minutes.
+    with watched(late=case.walk == "late") as walks, eager("force_eager"):
         facts = _run_watched(case, config, save_to)
     return facts | {"walks": dataclasses.asdict(walks)}
 
@@ -403,11 +406,11 @@ def state_digests(engine: Any) -> dict[str, str]:
         if parameter.requires_grad:
             master = deepspeed.utils.safe_get_full_fp32_param(parameter)
             digests[f"{name} fp32"] = digest(master)
-            for state in ("exp_avg", "exp_avg_sq"):
+            for state in accessors.states_of(Case(), parameter):
                 value = deepspeed.utils.safe_get_full_optimizer_state(parameter, state)
                 digests[f"{name} {state}"] = digest(value)
     states = engine.optimizer.optimizer.state.values()
-    digests["step"] = str({int(state["step"]) for state in states})
+    digests["step"] = str({int(state["step"]) for state in states if "step" in state})
     return digests
 
 

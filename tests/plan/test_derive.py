@@ -487,5 +487,5 @@ def test_gradients_of_one_layer_may_wait_on_the_device(name: str, world: int, mi
 
 
 def test_only_a_step_in_tiles_leaves_gradients_on_the_device() -> None:
-    for request in (PlanRequest(optimizer="Muon"), PlanRequest(optimizer_device="cpu")):
+    for request in (PlanRequest(optimizer="Lamb"), PlanRequest(optimizer_device="cpu")):
         assert derive(decoder(), request=request).gradient_room_bytes == 0

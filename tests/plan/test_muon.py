@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from memascend.config.deepspeed import parse_deepspeed
-from memascend.plan.muon import advise_muon, matrices_of, update_norm
+from memascend.plan.derive import derive
+from memascend.plan.muon import (
+    advise_muon,
+    matrices_numel,
+    matrices_of,
+    matrix_names,
+    note_device,
+    update_norm,
+)
+from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape, builtin
+from memascend.plan.step_time import _optimizer_parts
 
 MUON = {"type": "Muon", "params": {}}
 
@@ -59,3 +69,74 @@ def test_clipping_of_updates_is_told_with_its_number(keys: dict[str, Any], words
     if found:
         norm = update_norm(matrices_of(shapes))
         assert f"about {norm:,.0f} for this model" in found
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+#: Two matrices of 8192 x 1024 that Muon updates, in layers of their own, and no other parameter.
+MATRICES = ModelShapes(
+    "matrices",
+    tuple(
+        TensorShape(f"layers.{number}.up.weight", (8192, 1024), trainable=True)
+        for number in range(2)
+    ),
+)
+
+
+def test_a_step_of_matrices_moves_fourteen_bytes_in_and_twelve_out() -> None:
+    plan = derive(MATRICES, request=PlanRequest(optimizer="Muon", reuse_numel=0))
+    numel = MATRICES.numel
+    kept = plan.read_bytes["parameters"] / numel  # of two passes: what slots still hold is not read
+    assert kept <= 4
+    others = {name: nbytes for name, nbytes in plan.read_bytes.items() if name != "parameters"}
+    assert sum(others.values()) == 10 * numel  # gradient, momentum and update, weights of 4
+    assert sum(plan.written_bytes.values()) == 12 * numel
+    assert sum(plan.drive.values()) == 12 * numel
+    assert plan.updates_bytes == 2 * numel
+    assert plan.passes_written_bytes == 2 * numel
+    before, after = _optimizer_parts(plan, plan.read_bytes["gradients"])
+    assert before.written + after.written == 10 * numel
+
+
+def test_a_limit_holds_for_any_number_of_layers() -> None:
+    """Tiles, slots and staging do not depend on it."""
+    host = set()
+    for count in (4, 16, 64):
+        tensors = tuple(
+            TensorShape(f"layers.{number}.up.weight", (4096, 1024), trainable=True)
+            for number in range(count)
+        )
+        request = PlanRequest(optimizer="Muon")
+        host.add(
+            derive(ModelShapes("m", tensors), request=request, limit_bytes=64 << 20).host_bytes
+        )
+    assert max(host) <= 64 << 20
+
+
+def test_matrices_form_sub_groups_of_their_own() -> None:
+    names = ("embed.weight", "layers.0.up.weight", "layers.0.norm", "layers.1.up.weight", "lm_head")
+    dims = ((16, 4), (8, 4), (4,), (8, 4), (16, 4))
+    model = ModelShapes(
+        "m", tuple(TensorShape(*one, trainable=True) for one in zip(names, dims, strict=True))
+    )
+    muon, adam = PlanRequest(optimizer="Muon"), PlanRequest()
+    assert matrix_names(model, muon) == {"layers.0.up.weight", "layers.1.up.weight"}
+    assert matrix_names(model, adam) == frozenset()
+    options = {"world": 1, "sub_group_size": 10**9, "has_decay_groups": True}
+    groups = model.sub_groups(**options, matrices=matrix_names(model, muon))
+    assert [[one.name for one in group] for group in groups] == [
+        ["layers.0.up.weight", "layers.1.up.weight"],
+        ["embed.weight", "lm_head"],
+        ["layers.0.norm"],
+    ]
+    assert matrices_numel(model, muon) == 64
+    assert matrices_numel(model, PlanRequest(optimizer="Muon", is_elementwise=False)) == 0
+
+
+def test_the_device_memory_of_the_largest_update_is_told() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    found = note_device(shapes, PlanRequest(optimizer="Muon"))
+    assert "58,720,256 elements" in found
+    assert "gate_proj" in found
+    assert found != note_device(shapes, PlanRequest(optimizer="Muon", world=2))
+    assert note_device(shapes, PlanRequest()) == ""

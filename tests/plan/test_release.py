@@ -9,7 +9,13 @@ import pytest
 from memascend.config import installed
 from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
-from memascend.config.installed import CHECKPOINT_INPUTS, MUON, WHOLE_STEPS, Ability
+from memascend.config.installed import (
+    CHECKPOINT_INPUTS,
+    MUON,
+    MUON_BY_MATRIX,
+    WHOLE_STEPS,
+    Ability,
+)
 from memascend.errors import ConfigError
 from memascend.plan.release import check_release
 
@@ -31,7 +37,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Ability, str]] = [
     (zero(offload_optimizer=NVME | {"ratio": 0.5}), {}, WHOLE_STEPS, "offload_optimizer.ratio"),
     (zero() | {"torch_autocast": {"enabled": True}}, {}, WHOLE_STEPS, "torch_autocast"),
     (zero() | {"optimizer": {"type": "Muon"}}, {}, MUON, 'optimizer.type "Muon"'),
-    (zero() | {"optimizer": {"type": "Muon"}}, {}, WHOLE_STEPS, "Muon needs whole gradients"),
+    (
+        zero(save_muon_momentum_buffer_in_memory=True) | {"optimizer": {"type": "Muon"}},
+        {},
+        WHOLE_STEPS,
+        "save_muon_momentum_buffer_in_memory",
+    ),
     (
         zero() | {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"activations": {"enabled": True}},
@@ -80,3 +91,15 @@ def test_the_rest_is_served_by_the_oldest_release(
 ) -> None:
     monkeypatch.setattr(installed, "is_able", lambda ability: False)
     check_release(parse_block(block), parse_deepspeed(settings))
+
+
+def test_muon_needs_whole_sub_groups_where_its_updates_are_no_function_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = parse_block({}), parse_deepspeed(zero() | {"optimizer": {"type": "Muon"}})
+    lacking = {WHOLE_STEPS, MUON_BY_MATRIX}
+    monkeypatch.setattr(installed, "is_able", lambda ability: ability not in lacking)
+    with pytest.raises(ConfigError, match=r"Muon needs whole gradients.*0\.19\.8 or later"):
+        check_release(*arguments)
+    monkeypatch.setattr(installed, "is_able", lambda ability: ability is not MUON_BY_MATRIX)
+    check_release(*arguments)

@@ -200,7 +200,8 @@ def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason
     [
         ({}, ""),
         ({"optimizer": {"type": "AdamW"}, "torch_autocast": {"enabled": False}}, ""),
-        ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"optimizer": {"type": "Muon"}}, ""),
+        ({"optimizer": {"type": "Muon", "params": {"torch_adam": True}}}, "Muon's other"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
     ],
 )
@@ -213,6 +214,25 @@ def test_what_keeps_an_optimizer_from_tiles_is_said_and_no_limit_holds_with_it(
     block = parse_block({"host_memory_limit": "1GiB"})
     with pytest.raises(ConfigError, match=reason) if reason else contextlib.nullcontext():
         check_limit_can_be_kept(block, settings)
+
+
+def test_momentum_that_stays_in_memory_is_such_a_reason() -> None:
+    ds_config = on_drive(optimizer={"type": "Muon"})
+    ds_config["zero_optimization"]["save_muon_momentum_buffer_in_memory"] = True
+    settings = parse_deepspeed(ds_config)
+    assert "save_muon_momentum_buffer_in_memory" in why_whole_steps(settings)
+    assert not PlanRequest.from_deepspeed(ds_config).is_tiled
+    with pytest.raises(ConfigError, match="save_muon_momentum_buffer_in_memory"):
+        check_limit_can_be_kept(parse_block({"host_memory_limit": "1GiB"}), settings)
+
+
+def test_muon_keeps_whole_master_weights_and_steps_in_tiles() -> None:
+    request = PlanRequest.from_deepspeed(on_drive(optimizer={"type": "Muon"}))
+    assert (request.is_muon, request.is_tiled, request.has_known_start) == (True, True, True)
+    assert (request.splits_master, request.overlaps, request.during_backward) == (False,) * 3
+    assert PlanRequest(optimizer="Muon").momentum_itemsize == 2
+    wide = PlanRequest(optimizer="Muon", accumulation_dtype="fp32", arriving_dtype="fp32")
+    assert wide.momentum_itemsize == 4
 
 
 def test_a_part_of_the_optimizer_on_the_device_is_such_a_reason() -> None:

@@ -275,7 +275,7 @@ def _load(
     if tag is None:
         return load(tag=tag, load_optimizer_states=load_optimizer_states)
     with_states = load_optimizer_states and not load_module_only
-    if with_states and optimizer.upstream.uses_muon:
+    if with_states and optimizer.upstream.uses_muon and not optimizer.steps.is_tiled:
         log.warning("memascend: Muon's optimizer state is reset, as in stock DeepSpeed")
         with_states = False
     _refuse(engine)

@@ -13,16 +13,30 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
-from memascend.config.installed import INNER_PASSES, MUON, require, require_whole_steps
+from memascend.config.installed import (
+    INNER_PASSES,
+    MUON,
+    MUON_BY_MATRIX,
+    is_able,
+    require,
+    require_whole_steps,
+)
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import fewer_bits, refusal_of_fewer, refusal_of_masters
-from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
+from memascend.plan.request import (
+    HAS_OTHER_ADAM,
+    KEEPS_MOMENTUM,
+    LEAVES_A_PART,
+    NEEDS_WHOLE_GRADIENTS,
+    SCALES_IN_EVERY_CALL,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +66,7 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
     # Imported late: the import compiles its kernels.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    both = ""
-    if not config.direct_nvme.enabled:
-        both = "it needs direct_nvme, which is off"
-    elif isinstance(arguments.get("init_optimizer"), MuonWithAuxAdam):
-        both = NEEDS_WHOLE_GRADIENTS
+    both = "" if config.direct_nvme.enabled else "it needs direct_nvme, which is off"
     step = both
     on_drive = _is_on_drive(arguments.get("offload_param_config"))
     if not step and on_drive and not config.buffer_pool.enabled:
@@ -65,6 +75,11 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
         step = LEAVES_A_PART
     elif not step and is_autocast_initialized():
         step = SCALES_IN_EVERY_CALL
+    if isinstance(optimizer := arguments.get("init_optimizer"), MuonWithAuxAdam):
+        # A subclass may step in another way. Gradients are streamed for tiles alone.
+        is_known = type(optimizer) is MuonWithAuxAdam and is_able(MUON_BY_MATRIX)
+        why_not = _why_not_by_matrix(config, arguments) if is_known else NEEDS_WHOLE_GRADIENTS
+        both = step = step or why_not
     for name in ("bf16", "fp16") if step else ():
         if arguments.get(f"{name}_master_weights_and_gradients"):
             key = f"{name}.{name}_master_weights_and_grads"
@@ -76,6 +91,24 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
         streaming.gradients.enabled and _serves("gradients", both, config),
         streaming.optimizer.enabled and _serves("optimizer", step, config),
     )
+
+
+def _why_not_by_matrix(config: MemAscendConfig, arguments: Mapping[str, Any]) -> str:
+    """Return why Muon's updates cannot be made matrix by matrix; empty if they can."""
+    streaming, optimizer = config.streaming, arguments["init_optimizer"]
+    if not (streaming.gradients.enabled and streaming.optimizer.enabled):
+        return "Muon needs streaming.gradients and streaming.optimizer, and one of them is off"
+    if arguments.get("save_muon_momentum_buffer_in_memory"):
+        return KEEPS_MOMENTUM
+    if any(arguments.get(f"{name}_master_weights_and_gradients") for name in ("bf16", "fp16")):
+        return "Muon needs master weights in fp32"
+    kinds = {group["use_muon"] for group in optimizer.param_groups}
+    for group in optimizer.param_groups:
+        if {getattr(one, "use_muon", False) for one in group["params"]} != {group["use_muon"]}:
+            return "a parameter group of Muon has parameters with and without use_muon"
+    if False in kinds and type(optimizer.aux_optimizer) is not DeepSpeedCPUAdam:
+        return HAS_OTHER_ADAM
+    return ""
 
 
 def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:

@@ -59,8 +59,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.upstream = upstream = Upstream(self)
         self._construction = Construction(upstream, config, self.settings)
         attach = self._construction.attach
+        in_fp32 = reduction_of_sums(config, self.settings)
         self.steps: StepPath = (
-            TiledSteps(upstream, attach, streams_gradients=streams_gradients)
+            TiledSteps(
+                upstream,
+                attach,
+                streams_gradients=streams_gradients,
+                communicated=keywords.get("communication_data_type") if in_fp32 else None,
+            )
             if is_tiled
             else WholeSteps(upstream, attach)
         )
@@ -71,7 +77,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
         self.passes = PassHooks(upstream, self.steps.restart)
         self.checkpoint = CheckpointHooks(upstream, attach, self.steps)
-        keywords |= reduction_of_sums(config, self.settings)
+        keywords |= in_fp32
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     @property
@@ -180,6 +186,9 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             return bool(super().has_overflow(partition_gradients))
         with self.upstream.flat_gradients_as(verdict):
             return bool(super().has_overflow(partition_gradients))
+
+    def _apply_muon_updates_cpu_offload(self) -> None:
+        self.steps.update_matrices(super()._apply_muon_updates_cpu_offload)
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         original = partial(super()._prepare_sub_group, sub_group_id, timer_names)

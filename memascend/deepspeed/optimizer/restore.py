@@ -28,6 +28,7 @@ from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.deepspeed.optimizer.upstream import ReadBytes, Upstream
 from memascend.deepspeed.plan.optimizers import moments, state_dtype
 from memascend.errors import StoreError
+from memascend.plan.optimizers import MOMENTUM
 from memascend.streaming.optimizer.sub_group import is_code
 from memascend.transfer.staging import StagingSlots
 
@@ -118,7 +119,7 @@ def restore(
         StoreError: The drive failed; some of the tensors are loaded, others not.
         TornStepError: A step in DeepSpeed's own swapper ended half-way before.
     """
-    tensors = _as_kept(upstream, tensors, steps.asked_dtype)
+    tensors = _as_kept(upstream, steps, tensors)
     steps.begin_load()
     # Earlier write errors do not matter: every value is replaced.
     with suppress(StoreError):
@@ -137,16 +138,18 @@ def restore(
         replay_beta_powers(upstream, steps.note_replayed)
 
 
-def _as_kept(upstream: Upstream, tensors: list[LoadedTensor], asked: str) -> list[LoadedTensor]:
+def _as_kept(
+    upstream: Upstream, steps: StepPath, tensors: list[LoadedTensor]
+) -> list[LoadedTensor]:
     """Return the tensors, with Adam's moments converted to this run's dtype while they are read.
 
-    Moments in codes are in fp32 in files, and are encoded when they are stored.
+    Moments in codes are in fp32 in files, and are encoded when they are stored. Muon's momentum has
+    values of its narrower dtype already.
     """
-    base = upstream.base
-    if type(base) is not DeepSpeedCPUAdam:
-        return tensors
-    dtype = state_dtype(base, upstream.master_dtype, asked)
-    kept = dict.fromkeys(MOMENTS, dtype) | moments(asked)
+    base, kept = upstream.base, {}
+    if _cpu_adam(base) is not None:
+        dtype = state_dtype(base, upstream.master_dtype, steps.asked_dtype)
+        kept = dict.fromkeys(MOMENTS, dtype) | moments(steps.asked_dtype)
     wanted: dict[str | None, torch.dtype] = {
         state: torch.float32 if is_code(one) else one for state, one in kept.items()
     }
@@ -155,6 +158,8 @@ def _as_kept(upstream: Upstream, tensors: list[LoadedTensor], asked: str) -> lis
         for tensor in tensors
         if tensor.dtype != wanted.get(tensor.state, tensor.dtype)
     }
+    if steps.momentum_dtype is not None:
+        wanted[MOMENTUM] = steps.momentum_dtype
     if changes and dist.get_rank() == 0:
         log.info(
             "memascend: Adam's moments are in another dtype in the checkpoint than in this run. "
@@ -174,15 +179,17 @@ def replay_beta_powers(
     differ. So all steps are replayed on one unused element, at a few microseconds each.
 
     Args:
-        upstream: The optimizer; does nothing unless its base is a DeepSpeedCPUAdam.
+        upstream: The optimizer; does nothing unless a DeepSpeedCPUAdam steps a part of it.
         note: Called with the step and the betas of each replayed call of the operator.
     """
-    base = upstream.base
-    if type(base) is not DeepSpeedCPUAdam:
+    base, adam = upstream.base, _cpu_adam(upstream.base)
+    if adam is None:
         return
     masters = enumerate(upstream.masters)
-    stepped = {number: base.state[one] for number, one in masters if one in base.state}
-    steps = {int(state.get("step", 0)) for state in stepped.values()}
+    stepped = {
+        number: base.state[one] for number, one in masters if "step" in base.state.get(one, {})
+    }
+    steps = {int(state["step"]) for state in stepped.values()}
     if len(steps) != 1:
         return
     betas = [tuple(upstream.hyperparameters(number)["betas"]) for number in stepped]
@@ -191,7 +198,13 @@ def replay_beta_powers(
     scratch = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps.pop() + 1):
         for beta1, beta2 in calls:
-            base.ds_opt_adam.adam_update(
-                base.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *scratch
+            adam.ds_opt_adam.adam_update(
+                adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *scratch
             )
             note(step, (beta1, beta2))
+
+
+def _cpu_adam(base: Any) -> Any:
+    """Return the DeepSpeedCPUAdam that the base optimizer is, or has beside Muon; else None."""
+    found = getattr(base, "aux_optimizer", base)
+    return found if type(found) is DeepSpeedCPUAdam else None

@@ -34,6 +34,7 @@ from memascend.deepspeed.optimizer.ahead import (
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
 from memascend.deepspeed.optimizer.locked import locked, with_lock
 from memascend.deepspeed.optimizer.master_weights import MasterWeights, low_bits
+from memascend.deepspeed.optimizer.muon import MuonUpdates
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.optimizer.tile_shape import tile_shape
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, ReadBytes, Upstream
@@ -41,6 +42,7 @@ from memascend.deepspeed.optimizer.values import TiledValues
 from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
 from memascend.deepspeed.plan.optimizers import initial_state
 from memascend.plan.optimizer_dtypes import fewer_bits, inexactness
+from memascend.plan.optimizers import MOMENTUM
 from memascend.runtime import Runtime
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.bypass import DriveBypass
@@ -58,7 +60,12 @@ class TiledSteps:
     is_tiled = True
 
     def __init__(
-        self, upstream: Upstream, attach: Callable[[], Attachment], *, streams_gradients: bool
+        self,
+        upstream: Upstream,
+        attach: Callable[[], Attachment],
+        *,
+        streams_gradients: bool,
+        communicated: torch.dtype | None = None,
     ) -> None:
         """Start without a step; `configure` makes the rest.
 
@@ -66,11 +73,15 @@ class TiledSteps:
             upstream: The optimizer.
             attach: Returns the model's attachment, once DeepSpeed has formed sub-groups.
             streams_gradients: Whether gradients are in the gradient stream before they are final.
+            communicated: Dtype in which gradients would be reduced without memascend; None: in
+                which they are.
         """
         self._upstream, self._attach = upstream, attach
+        self._communicated = communicated
         self._streams_gradients = streams_gradients
         self.early_tile_count = 0
         self.asked_dtype = "fp32"
+        self.momentum_dtype: torch.dtype | None = None  # of Muon's matrices
         #: The step that collects gradients, or the last one until the next gradient arrives.
         self.current = Step()
         self.values = TiledValues(upstream, attach, self)
@@ -78,6 +89,7 @@ class TiledSteps:
         # Work ahead of the coming step: tiles are stepped during backward, or only read.
         self._ahead: AheadOfStep = NothingAhead()
         self._masters: MasterWeights | None = None
+        self._muon: MuonUpdates | None = None  # of matrices, if it is DeepSpeed's Muon
 
     @property
     def runtime(self) -> Runtime:
@@ -106,8 +118,10 @@ class TiledSteps:
         section = runtime.config.streaming.optimizer
         self.asked_dtype, fewer = section.state_dtype, fewer_bits(runtime.config)
         shape = tile_shape(upstream, runtime, streams_gradients=self._streams_gradients)
-        stream = runtime.open_optimizer(shape)
-        tiles = stream.tiles
+        tiles = (stream := runtime.open_optimizer(shape)).tiles
+        if upstream.uses_muon:
+            self._muon = MuonUpdates(upstream, runtime, self._communicated)
+            self.momentum_dtype = self._muon.momentum_dtype
         if tiles.shape.count == 1 and dist.get_rank() == 0:
             log.warning(
                 "memascend: %s is not known to work element by element, so a sub-group is stepped "
@@ -172,8 +186,7 @@ class TiledSteps:
 
     def initialize_states(self, original: Original) -> None:
         """Allocate nothing: gradients and moments begin as zeros, which need not be stored."""
-        base = self._upstream.base
-        if isinstance(base, torch.optim.Adagrad):
+        if isinstance(base := self._upstream.base, torch.optim.Adagrad):
             # As upstream: Adagrad creates its states when constructed, here without elements.
             remade = torch.optim.Adagrad(self._upstream.masters, **base.defaults)
             self._upstream.remake_base(remade)
@@ -206,7 +219,7 @@ class TiledSteps:
             self.runtime.background.finish()
             self._coming().check()
             original()
-            if self.current.phase is StepPhase.COLLECTING:
+            if self.current.phase in (StepPhase.COLLECTING, StepPhase.UPDATING):
                 self.current.skip()
         finally:
             self.restart()
@@ -225,6 +238,15 @@ class TiledSteps:
     def _restart(self) -> None:
         self._ahead.restart()
         self.current = self.current.following()
+
+    @locked
+    def update_matrices(self, original: Original) -> None:
+        """Replace the gradients of Muon's matrices by their updates, before the norm."""
+        if self._muon is not None:
+            for number in range(len(self._upstream.params)):
+                self._make_state(number)
+            self._coming().note_updates()
+            self._muon.update_all()
 
     def prepare(self, number: int, original: Original) -> None:
         """Do nothing: a sub-group is read tile by tile, when it is stepped."""
@@ -265,6 +287,8 @@ class TiledSteps:
         shape = self._stream.tiles.shape
         for name, fill in fills.items():
             dtype = shape.moments.get(name, shape.state_dtype)
+            if name == MOMENTUM and self.momentum_dtype is not None:
+                dtype = self.momentum_dtype
             self._groups.add_state(master.ds_id, name, dtype, fill)
             scalars[name] = torch.empty(0, dtype=dtype)
         base.state[master] = scalars
@@ -314,8 +338,7 @@ class TiledSteps:
     def step_sub_group(self, number: int, original: Original) -> None:
         """Step a sub-group, or queue its step for the background."""
         master = self._upstream.masters[number]
-        current = self.current
-        fused = current.updates[number]
+        fused = (current := self.current).updates[number]
         step = SubGroupStep(
             name=master.ds_id,
             parameter=master,
@@ -424,7 +447,11 @@ class TiledSteps:
         groups = self._groups
         yield None, groups.master_dtype, functools.partial(groups.stream, name, None)
         for state, dtype in groups.group(name).read_dtypes.items():
-            yield state, dtype, functools.partial(groups.stream, name, state)
+            if self._muon is not None and state == MOMENTUM:
+                read = functools.partial(self._muon.stream_momentum, name)
+                yield state, groups.master_dtype, read
+            else:
+                yield state, dtype, functools.partial(groups.stream, name, state)
 
     def begin_load(self) -> None:
         """Prepare to replace all values; earlier errors are ignored."""

@@ -480,6 +480,15 @@ class Upstream:
         """Return a whole tensor from all ranks' parts of it, in the parameter's shape."""
         return self._stage3._fp32_state_allgather(param, part)
 
+    def gather_matrix(
+        self, param: Any, gradient: torch.Tensor, momentum: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both whole, from all ranks' parts, for Muon; with one rank these are views."""
+        (gradient,), (momentum,) = self._stage3._partitioned_buffers_all_gather(
+            [param], [gradient], self.accumulation_dtype, [momentum]
+        )
+        return gradient, momentum
+
     # -- the end ---------------------------------------------------------------------------------
 
     def drop_buffers(self) -> None:

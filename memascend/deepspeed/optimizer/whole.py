@@ -27,6 +27,7 @@ class WholeSteps:
 
     is_tiled = False
     asked_dtype = "fp32"
+    momentum_dtype: torch.dtype | None = None
     early_tile_count = 0
 
     def __init__(self, upstream: Upstream, attach: Callable[[], Attachment]) -> None:
@@ -99,6 +100,10 @@ class WholeSteps:
         self.current.check()
         original()
         self.current = Step()
+
+    def update_matrices(self, original: Original) -> None:
+        """Make the updates of Muon's matrices as DeepSpeed."""
+        original()
 
     def prepare(self, number: int, original: Original) -> None:
         """Begin with a sub-group as DeepSpeed."""

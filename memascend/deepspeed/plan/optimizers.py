@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from memascend.plan.optimizers import kind_of, state_count_of
+from memascend.plan.optimizers import MOMENTUM, is_muon, kind_of, state_count_of
 
 #: A class of a known name in another package, or a subclass, is not known.
-_KNOWN_PACKAGES = ("torch.optim.", "deepspeed.ops.")
+_KNOWN_PACKAGES = ("torch.optim.", "deepspeed.ops.", "deepspeed.runtime.zero.muon.")
 #: Dtypes of the second moment, by `streaming.optimizer.state_dtype`.
 _SECOND_BESIDE_CODES = {"int8": torch.uint8, "int8/bf16": torch.bfloat16}
 
@@ -58,6 +58,8 @@ def initial_state(
     and must create its state itself.
     """
     kind = type(optimizer)
+    if is_muon(kind.__name__) and group["use_muon"]:
+        return {}, {MOMENTUM: 0.0}
     start = kind_of(kind.__name__).start if is_elementwise(optimizer) else ()
     if not start:
         return None

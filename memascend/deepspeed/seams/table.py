@@ -279,6 +279,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "independent_gradient_partition_epilogue",
             "zero_grad",
             "step",
+            "_apply_muon_updates_cpu_offload",
+            "_partitioned_buffers_all_gather",
             "_prepare_sub_group",
             "unscale_and_clip_grads",
             "_optimizer_step",
@@ -415,6 +417,9 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__"),
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step"),
     ("deepspeed.ops", "csrc/includes/cpu_adam.h"),
+    # By their files: an import compiles Muon's kernels.
+    (_ZERO, "muon/muon_optimizer.py"),
+    (_ZERO, "muon/original_muon.py"),
     ("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion.step"),
     ("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad.step"),
 )

@@ -26,7 +26,7 @@ _Content = tuple[str, MasterForm, int, tuple[str, ...], tuple[str | None, ...]]
 
 
 def _content(group: SubGroup, begin: int) -> _Content:
-    return group.name, group.form, begin, tuple(group.states), tuple(group.fills)
+    return group.name, group.form, begin, tuple(group.tile_states), tuple(group.fills)
 
 
 class TilePrefetch:
@@ -154,7 +154,7 @@ class TilePrefetch:
         tile = self._tiles.take(group.name, begin, group.numel)
         self._reading.append(tile)
         self._read_master(tile, group)
-        for number, (name, dtype) in enumerate(group.states.items()):
+        for number, (name, dtype) in enumerate(group.tile_states.items()):
             block = self._tiles.state(tile, number, dtype)
             if name in group.fills:
                 block.fill_(group.fills[name])

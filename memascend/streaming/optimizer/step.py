@@ -25,10 +25,12 @@ class StepPhase(Enum):
     """The phase of a step; `_FOLLOWING` has the transitions.
 
     A walk is over when its caller has waited for it. A phase of WALKING after that counts as TORN,
-    since Ctrl-C may end a walk at any line.
+    since Ctrl-C may end a walk at any line; so does UPDATING once the call that decides is over.
     """
 
     COLLECTING = auto()  #: Gradients arrive; all values belong to the last step.
+    #: Gradients of matrices become updates, and their momentum moves on: neither can be done again.
+    UPDATING = auto()
     SKIPPED = auto()  #: DeepSpeed does not make it: the norm is not finite. Nothing has changed.
     DECIDED = auto()  #: Updates, order and early tiles are chosen; no value has changed.
     WALKING = auto()  #: Some values may be new and others old.
@@ -39,7 +41,17 @@ class StepPhase(Enum):
 _FOLLOWING: Mapping[StepPhase, frozenset[StepPhase]] = {
     # To WALKING if whole sub-groups are stepped: there is nothing to decide.
     StepPhase.COLLECTING: frozenset(
-        {StepPhase.SKIPPED, StepPhase.DECIDED, StepPhase.WALKING, StepPhase.TORN}
+        {
+            StepPhase.UPDATING,
+            StepPhase.SKIPPED,
+            StepPhase.DECIDED,
+            StepPhase.WALKING,
+            StepPhase.TORN,
+        }
+    ),
+    # To COLLECTING after a load, as from TORN.
+    StepPhase.UPDATING: frozenset(
+        {StepPhase.SKIPPED, StepPhase.DECIDED, StepPhase.TORN, StepPhase.COLLECTING}
     ),
     StepPhase.SKIPPED: frozenset({StepPhase.TORN}),
     StepPhase.DECIDED: frozenset({StepPhase.WALKING, StepPhase.TORN}),
@@ -88,7 +100,7 @@ class Step:
     @property
     def is_torn(self) -> bool:
         """Whether some values are new and others old; during a walk this is no error."""
-        return self._phase in (StepPhase.WALKING, StepPhase.TORN)
+        return self._phase in (StepPhase.UPDATING, StepPhase.WALKING, StepPhase.TORN)
 
     def check(self) -> None:
         """Refuse to continue with values of two steps.
@@ -108,7 +120,8 @@ class Step:
         Raises:
             TornStepError: As `check`.
         """
-        self.check()
+        if self._phase is not StepPhase.UPDATING:
+            self.check()
         self._enter(StepPhase.DECIDED)
         self.order, self.early = order, early or {}
         self._due_count = len(order)
@@ -116,6 +129,15 @@ class Step:
     def skip(self) -> None:
         """Note that there is no such step: the norm is not finite. Its gradients are dropped."""
         self._enter(StepPhase.SKIPPED)
+
+    def note_updates(self) -> None:
+        """Note that a gradient is about to become an update, and its momentum to move on.
+
+        Raises:
+            TornStepError: As `check`.
+        """
+        self.check()
+        self._enter(StepPhase.UPDATING)
 
     def note_change(self) -> None:
         """Note that a value is about to be new while others are old."""

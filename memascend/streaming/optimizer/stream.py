@@ -246,7 +246,7 @@ class OptimizerStream:
     # -- the optimizer's view --------------------------------------------------------------------
 
     def _point_states(self, tile: Tile, group: SubGroup, values: State) -> None:
-        for number, (name, dtype) in enumerate(group.states.items()):
+        for number, (name, dtype) in enumerate(group.tile_states.items()):
             block = self.tiles.state(tile, number, dtype)
             if isinstance(values.get(name), torch.Tensor):
                 values[name].data = block
@@ -337,7 +337,7 @@ class OptimizerStream:
                 continue
             if name not in group.states:
                 self.groups.add_state(group.name, name, value.dtype)
-            number = list(group.states).index(name)
+            number = list(group.tile_states).index(name)
             block = self.tiles.state(tile, number, value.dtype)
             if value.data_ptr() != block.data_ptr():
                 block.copy_(value)
@@ -350,7 +350,7 @@ class OptimizerStream:
         key_of = early_key if early else str
         master = tile.low(group.low_bits.dtype) if group.is_split else tile.master
         self.tiles.write(tile, key_of(group.key()), master)
-        for number, (name, dtype) in enumerate(group.states.items()):
+        for number, (name, dtype) in enumerate(group.tile_states.items()):
             self.tiles.write(tile, key_of(group.key(name)), self.tiles.state(tile, number, dtype))
         if group.coded:
             self.tiles.write_scales(tile, key_of(group.key(SCALES)))

@@ -82,6 +82,7 @@ class SubGroup:
         numel: Elements on this rank.
         states: Dtype of each state in the store, in the optimizer's order; of codes, if it is an
             8-bit one.
+        apart: Names of states that tiles do not have: they are read and written by themselves.
         coded: States in codes, in the order of their scales; empty until these are there.
         fills: Values that have not been written yet, with the value of every element. The name None
             is that of the master weights' low bits.
@@ -100,6 +101,12 @@ class SubGroup:
     flag_state: str = ""
     form: MasterForm = MasterForm.WHOLE
     low_bits: LowBits = LowBits.FLAGGED
+    apart: frozenset[str] = frozenset()
+
+    @property
+    def tile_states(self) -> dict[str, torch.dtype]:
+        """Dtype of each state that a tile has a part of, in the optimizer's order."""
+        return {name: dtype for name, dtype in self.states.items() if name not in self.apart}
 
     def key(self, state: str | None = None) -> str:
         """Return the store's name for the master weights or their low bits, or for a state."""
@@ -181,7 +188,7 @@ class SubGroup:
 
     def note_stepped(self) -> None:
         """Note that a step has written all values."""
-        self.fills.clear()
+        self.fills = {name: fill for name, fill in self.fills.items() if name in self.apart}
         if self.form is MasterForm.EXACT:
             self.become(MasterForm.ROUNDED)
 

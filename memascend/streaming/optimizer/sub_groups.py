@@ -46,6 +46,8 @@ class SubGroups:
         self._halves = Halves(store=store, slots=slots)
         self._coded = CodedStates(store=store, slots=slots)
         self._groups: dict[str, SubGroup] = {}
+        #: Names of states that tiles do not have, in sub-groups that are created from now on.
+        self.apart: frozenset[str] = frozenset()
 
     def create(
         self,
@@ -66,7 +68,7 @@ class SubGroups:
             StoreError: The drive failed.
             StoreFullError: The drive has no room for it.
         """
-        group = SubGroup(name, numel)
+        group = SubGroup(name, numel, apart=self.apart)
         self.store.reserve(key=group.key(), nbytes=numel * self.master_dtype.itemsize)
         self._groups[name] = group
         for begin in self._tiles.begins(numel):

@@ -33,13 +33,35 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return given | changes
 
 
-def muon() -> Any:
+def muon(*flags: tuple[bool, bool], aux_optimizer: Any = None) -> Any:
+    """Muon with a group for each pair of flags: the group's, and that of its parameter."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    return MuonWithAuxAdam.__new__(MuonWithAuxAdam)
+    optimizer = MuonWithAuxAdam.__new__(MuonWithAuxAdam)
+    optimizer.param_groups = [
+        {"use_muon": of_group, "params": [SimpleNamespace(use_muon=of_param)]}
+        for of_group, of_param in flags or [(True, True)]
+    ]
+    optimizer.aux_optimizer = aux_optimizer
+    return optimizer
 
 
-DECLINED = {"init_optimizer": muon, "offload_ratio": lambda: 0.5}
+def mixed_muon() -> Any:
+    return muon((True, False))
+
+
+DECLINED = {"init_optimizer": mixed_muon, "offload_ratio": lambda: 0.5}
+#: By words of the reason: the block, and the arguments.
+NOT_BY_MATRIX: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "save_muon_momentum_buffer_in_memory": ({}, {"save_muon_momentum_buffer_in_memory": True}),
+    "streaming.gradients": ({"streaming": {"gradients": {"enabled": False}}}, {}),
+    "with and without use_muon": ({}, {"init_optimizer": mixed_muon}),
+    "another optimizer than DeepSpeedCPUAdam": (
+        {},
+        {"init_optimizer": lambda: muon((True, True), (False, False))},
+    ),
+    "offload_optimizer.ratio": ({}, {"offload_ratio": 0.5}),
+}
 
 
 @pytest.mark.parametrize("name", DECLINED)
@@ -93,3 +115,55 @@ def test_states_in_bf16_need_the_stream_of_the_optimizer(name: str) -> None:
     with pytest.raises(ConfigError, match="state_dtype") as caught:
         streams.choose_streams(config, arguments(**{name: DECLINED[name]()}))
     assert "streaming.optimizer cannot serve" in str(caught.value)
+
+
+def with_muon(**changes: Any) -> dict[str, Any]:
+    changed = {name: value() if callable(value) else value for name, value in changes.items()}
+    return arguments(**{"init_optimizer": muon()} | changed)
+
+
+def test_muon_is_streamed_and_may_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    config = parse_block({"host_memory_limit": "2GiB"})
+    assert streams.choose_streams(config, with_muon()) == (True, True)
+    adam = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
+    both = muon((True, True), (False, False), aux_optimizer=adam)
+    assert streams.choose_streams(config, with_muon(init_optimizer=both)) == (True, True)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("words", NOT_BY_MATRIX)
+def test_muon_that_is_not_streamed_has_neither_stream_and_the_reason_is_told(
+    words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    block, changes = NOT_BY_MATRIX[words]
+    found = streams.choose_streams(parse_block(block), with_muon(**changes))
+    assert found == (False, False)
+    assert words in caplog.text
+    if not block:
+        limited = parse_block({"host_memory_limit": "2GiB"})
+        with pytest.raises(ConfigError, match=r"host_memory_limit='2GiB' cannot be kept") as caught:
+            streams.choose_streams(limited, with_muon(**changes))
+        assert words in str(caught.value)
+
+
+def test_a_release_without_the_function_steps_muon_in_whole_sub_groups(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(streams, "is_able", lambda ability: ability is not streams.MUON_BY_MATRIX)
+    assert streams.choose_streams(parse_block({}), with_muon()) == (False, False)
+    assert "Muon needs whole gradients" in caplog.text
+
+
+def test_a_subclass_of_muon_may_step_in_another_way_and_keeps_whole_sub_groups() -> None:
+    optimizer = muon()
+    optimizer.__class__ = type("Derived", (type(optimizer),), {})
+    found = streams.choose_streams(parse_block({}), with_muon(init_optimizer=optimizer))
+    assert found == (False, False)
+
+
+def test_master_weights_in_16_bits_are_refused_with_muon() -> None:
+    narrow = with_muon(bf16_master_weights_and_gradients=True)
+    with pytest.raises(ConfigError, match=r"bf16_master_weights_and_grads .*Muon needs master"):
+        streams.choose_streams(parse_block({}), narrow)

@@ -77,6 +77,7 @@ class Restored:
     """An optimizer, its steps and slots, that notes what it is told. `failing` calls fail."""
 
     asked_dtype = "fp32"
+    momentum_dtype = None
 
     def __init__(self, **failing: Exception) -> None:
         self.calls: list[str] = []

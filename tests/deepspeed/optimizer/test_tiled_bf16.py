@@ -152,7 +152,7 @@ def test_moments_are_loaded_into_what_the_run_keeps(
     ]
     for parameter in optimizer.masters:
         optimizer.base.state[parameter] = {"step": 3}
-    for tensor in restoring._as_kept(optimizer.upstream, loaded, optimizer.steps.asked_dtype):
+    for tensor in restoring._as_kept(optimizer.upstream, optimizer.steps, loaded):
         optimizer.steps.load_tensor(tensor)
     for (name, state), value in moments.items():
         assert torch.equal(optimizer.training.master(name, state), value.to(kept).float())

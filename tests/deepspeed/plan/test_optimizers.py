@@ -125,3 +125,19 @@ def test_states_follow_the_master_weights_only_where_deepspeed_is_told_so(
 ) -> None:
     optimizer = SimpleNamespace(**keywords)
     assert state_dtype(optimizer, torch.float16, asked) == expected
+
+
+def test_muon_has_momentum_for_matrices_and_adams_moments_for_the_rest() -> None:
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    optimizer = MuonWithAuxAdam.__new__(MuonWithAuxAdam)
+    assert is_elementwise(optimizer)
+    assert initial_state(optimizer, {"use_muon": True}) == ({}, {"momentum_buffer": 0.0})
+    adam = made(torch.optim.AdamW)
+    assert initial_state(adam, adam.param_groups[0] | {"use_muon": True}) == initial_state(
+        adam, adam.param_groups[0]
+    )
+    assert initial_state(optimizer, {"use_muon": False}) == (
+        {"step": 0},
+        {"exp_avg": 0.0, "exp_avg_sq": 0.0},
+    )

@@ -17,6 +17,12 @@ def collecting() -> Step:
     return Step(NAMES)
 
 
+def updating() -> Step:
+    step = collecting()
+    step.note_updates()
+    return step
+
+
 def skipped() -> Step:
     step = collecting()
     step.skip()
@@ -51,6 +57,7 @@ def torn() -> Step:
 
 STEPS: dict[StepPhase, Callable[[], Step]] = {
     StepPhase.COLLECTING: collecting,
+    StepPhase.UPDATING: updating,
     StepPhase.SKIPPED: skipped,
     StepPhase.DECIDED: decided,
     StepPhase.WALKING: walking,
@@ -128,3 +135,16 @@ def test_a_following_step_has_no_gradients_and_the_order_of_the_last_one(phase: 
     following = step.following()
     assert (following.basis, following.doubt, following.arrived) == ((), "", set())
     assert following.order == NAMES
+
+
+def test_updates_of_matrices_are_torn_until_the_step_is_decided_or_skipped() -> None:
+    """Momentum has moved on, and an update stands where a gradient was."""
+    step = updating()
+    assert step.is_torn
+    with pytest.raises(TornStepError):
+        step.note_updates()
+    step.decide(NAMES)
+    assert not step.is_torn
+    step = updating()
+    step.skip()
+    assert step.following().phase is StepPhase.COLLECTING

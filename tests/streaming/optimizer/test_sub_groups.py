@@ -87,3 +87,35 @@ def test_what_is_loaded_takes_the_place_of_a_value_not_written_yet() -> None:
     )
     training.groups.settle()
     assert not training.master(name, "exp_avg").any()
+
+
+# -- states that tiles do not have -----------------------------------------------------------------
+
+
+def apart(training: Training, name: str = "4_4") -> torch.Tensor:
+    """Give a sub-group such a state, and return the values that are written to it."""
+    training.groups.group(name).apart = frozenset({"momentum"})
+    training.groups.add_state(name, "momentum", torch.bfloat16, 0.0)
+    numel = SIZES[name]
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_a_step_neither_reads_nor_writes_a_state_apart() -> None:
+    training = Training(torch.optim.AdamW)
+    value = apart(training)
+    training.groups.set("4_4", 0, value, state="momentum")
+    training.groups.add_state("4_4", "exp_avg", torch.float32, 0.0)
+    training.groups.add_state("4_4", "exp_avg_sq", torch.float32, 0.0)
+    parameter = training.parameters["4_4"]
+    training.optimizer.state[parameter] = {"step": torch.tensor(0.0)}
+    training.step(gradients(0, torch.bfloat16), 1.0)
+    assert training.master("4_4", "exp_avg").any()
+    assert torch.equal(training.master("4_4", "momentum"), value.float())
+    assert "momentum" not in training.groups.group("4_4").tile_states
+
+
+def test_a_step_leaves_a_state_apart_that_was_not_written_yet() -> None:
+    training = Training(torch.optim.SGD)
+    apart(training)
+    training.groups.group("4_4").note_stepped()
+    assert not training.master("4_4", "momentum").any()

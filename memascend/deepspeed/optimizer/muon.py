@@ -1,0 +1,120 @@
+"""DeepSpeed's Muon, matrix by matrix: before the norm each gradient is replaced by its update.
+
+DeepSpeed's own function for offloaded optimizers brings whole sub-groups into host memory and all
+of their matrices to the device. This one does the same for one matrix after the other, with
+DeepSpeed's `muon_update` on the same device and in the same dtypes, so the bits are the same. The
+walk over tiles then makes the optimizer's own step: weight decay and the update for matrices, CPU
+Adam for the other parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from memascend.deepspeed.older_releases import norm_dtype
+from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.plan.optimizers import MOMENTUM
+from memascend.runtime import Runtime
+from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
+
+
+class MuonUpdates:
+    """The updates of one optimizer's matrices."""
+
+    def __init__(
+        self, upstream: Upstream, runtime: Runtime, communicated: torch.dtype | None
+    ) -> None:
+        """Wire to the runtime's streams, which are open, before there are sub-groups.
+
+        Args:
+            upstream: The optimizer.
+            runtime: Owner of the streams.
+            communicated: Dtype in which gradients would be reduced without memascend; None: in
+                which they are.
+        """
+        self._upstream, self._runtime = upstream, runtime
+        #: Dtype in which momentum is stored.
+        self.momentum_dtype = _narrower(
+            upstream.accumulation_dtype, communicated or upstream.reduction_dtype
+        )
+        runtime.optimizer.groups.apart = frozenset({MOMENTUM})
+        self._stream = MatrixStream(
+            groups=runtime.optimizer.groups,
+            gradient_stream=runtime.gradients,
+            slots=runtime.staging,
+            state=MOMENTUM,
+            dtype=upstream.accumulation_dtype,
+            master_dtype=upstream.master_dtype,
+            device=get_accelerator().current_device_name(),
+        )
+
+    def stream_momentum(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a sub-group's momentum, in the dtype of master weights."""
+        return self._stream.stream(name, self._upstream.master_dtype)
+
+    @torch.no_grad()
+    def update_all(self) -> None:
+        """Replace the gradient of each matrix by its update, and move its momentum on.
+
+        A collective: with several ranks each gathers one matrix after the other, in one order.
+
+        Raises:
+            StoreError: The drive failed; some matrices are updated, others are not.
+        """
+        for number, params in enumerate(self._upstream.params):
+            if not uses_muon(params):
+                continue
+            for param in params:
+                self._update(number, param)
+            self._stream.finish(self._upstream.masters[number].ds_id)
+        self._runtime.staging.wait_writes()
+
+    def _update(self, number: int, param: Any) -> None:
+        # Imported late: the import compiles its kernels.
+        from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+        upstream, scale = self._upstream, self._upstream.loss_scale
+        _, offset, _ = upstream.position_of(param)
+        part_numel = param.partition_numel()
+        part = MatrixPart(group=upstream.masters[number].ds_id, offset=offset, numel=part_numel)
+        gradient, momentum = upstream.gather_matrix(param, *self._stream.read(part))
+        if scale != 1.0:
+            gradient.div_(scale)
+        group = upstream.hyperparameters(number)
+        update = muon_update(
+            gradient,
+            momentum,
+            beta=group["momentum"],
+            ns_method=group.get("ns_method", "gram"),
+            is_expert_group=getattr(param, "is_expert_group", False),
+            num_heads=getattr(param, "muon_num_heads", None),
+        )
+        begin = min(upstream.part_begin(param, part_numel), param.ds_numel)
+        own_numel = min(part_numel, param.ds_numel - begin)
+
+        def own(whole: torch.Tensor) -> torch.Tensor:
+            return padded(whole.view(-1).narrow(0, begin, own_numel), part_numel)
+
+        own_update = own(update)
+        if scale != 1.0:  # the step divides it by the scale, as a gradient
+            own_update = own_update * scale
+        upstream.note_norm(param, own_update.to(norm_dtype()).norm(2))
+        self._stream.write(part, own_update, own(momentum))
+
+
+def uses_muon(params: Any) -> bool:
+    """Return whether Muon updates the parameters of a sub-group: all of them, or none."""
+    return any(getattr(param, "use_muon", False) for param in params)
+
+
+def _narrower(accumulated: torch.dtype, communicated: torch.dtype) -> torch.dtype:
+    """Return the dtype of accumulation if that of communication holds all of its values, else this.
+
+    DeepSpeed keeps momentum in the dtype of communication, and updates it in that of accumulation.
+    """
+    is_held = torch.promote_types(accumulated, communicated) == communicated
+    return accumulated if is_held else communicated

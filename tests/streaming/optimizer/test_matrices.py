@@ -1,0 +1,137 @@
+"""Matrices between the drive and a device: gradients, momentum, updates, padding and errors."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+import torch
+
+from memascend.errors import StoreError
+from memascend.nvme.store import MemoryFaults
+from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
+from tests.support.streaming_hosts import memory_store
+from tests.support.tiled_training import Training
+
+BF16 = torch.bfloat16
+#: Larger than a staging slot, and so is its part of the momentum.
+GROUP, OFFSET, NUMEL = "0_3", 3000, 16_001
+PART = MatrixPart(group=GROUP, offset=OFFSET, numel=NUMEL)
+
+
+def opened(
+    *, momentum_dtype: torch.dtype = BF16, dtype: torch.dtype = BF16, **options: Any
+) -> tuple[Training, MatrixStream]:
+    training = Training(lambda params: torch.optim.SGD(params, lr=1.0), **options)
+    group = training.groups.group(GROUP)
+    group.apart = frozenset({"momentum"})
+    training.groups.add_state(GROUP, "momentum", momentum_dtype, 0.0)
+    stream = MatrixStream(
+        groups=training.groups,
+        gradient_stream=training.gradient_stream,
+        slots=training.slots,
+        state="momentum",
+        dtype=dtype,
+        master_dtype=torch.float32,
+        device="cpu",
+    )
+    return training, stream
+
+
+def values(seed: int, numel: int = NUMEL, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_without_a_gradient_and_before_the_first_step_both_are_zeros() -> None:
+    _, stream = opened()
+    for found in stream.read(PART):
+        assert (found.dtype, found.numel(), bool(found.any())) == (BF16, NUMEL, False)
+
+
+def test_an_update_takes_the_place_of_the_gradient_and_momentum_that_of_the_last() -> None:
+    training, stream = opened()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    gradient, momentum = stream.read(PART)
+    assert torch.equal(gradient, values(1))
+    stream.write(PART, values(2), values(3))
+    assert not stream.read(PART)[1].any(), "before every matrix is written it is the fill"
+    stream.finish(GROUP)
+    gradient, momentum = stream.read(PART)
+    assert torch.equal(gradient, values(2))
+    assert torch.equal(momentum, values(3))
+    seen = torch.empty(NUMEL)
+    training.gradient_stream.get(GROUP, OFFSET, seen)  # what the walk steps
+    assert torch.equal(seen, values(2).float())
+
+
+def test_the_next_gradient_replaces_an_update() -> None:
+    training, stream = opened()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    stream.write(PART, values(2), values(3))
+    training.gradient_stream.put(GROUP, OFFSET, values(4))
+    assert torch.equal(stream.read(PART)[0], values(4))
+
+
+def test_a_stale_gradient_is_multiplied_as_steps_did_in_their_dtype() -> None:
+    training, stream = opened()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    for factor in (1 / 3, torch.tensor(0.7)):
+        training.gradient_stream.note_factor(GROUP, factor, torch.float32)
+    expected = values(1).float().mul_(1 / 3).mul_(torch.tensor(0.7)).bfloat16()
+    assert torch.equal(stream.read(PART)[0], expected)
+    assert not torch.equal(values(1).mul(1 / 3).mul(0.7), expected), "otherwise this shows nothing"
+
+
+def test_a_gradient_shorter_than_its_part_is_padded_with_zeros() -> None:
+    training, stream = opened()
+    training.gradient_stream.put(GROUP, OFFSET, values(1, NUMEL - 5))
+    gradient, _ = stream.read(PART)
+    assert torch.equal(gradient[:-5], values(1, NUMEL - 5))
+    assert gradient[-5:].tolist() == [0.0] * 5
+
+
+def test_values_are_widened_to_the_dtype_of_updates() -> None:
+    _, stream = opened(dtype=torch.float32)
+    stream.write(PART, values(2, dtype=torch.float32), values(3, dtype=torch.float32))
+    stream.finish(GROUP)
+    gradient, momentum = stream.read(PART)
+    assert torch.equal(gradient, values(2, dtype=torch.float32))
+    assert torch.equal(momentum, values(3).float()), "it was stored in bf16"
+
+
+def test_gradients_that_tiles_were_given_are_never_taken_for_zeros() -> None:
+    training, stream = opened()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    shard = training.gradient_stream.find(GROUP, OFFSET)
+    assert shard is not None
+    shard.bypassed = [(OFFSET, 16)]
+    with pytest.raises(AssertionError, match=GROUP):
+        stream.read(PART)
+
+
+def test_a_write_that_fails_is_raised_when_writes_are_waited_for() -> None:
+    faults = MemoryFaults()
+    training, stream = opened(store=memory_store(faults))
+    faults.gone = errno.EROFS
+    stream.write(PART, values(2), values(3))
+    with pytest.raises(StoreError):
+        training.slots.wait_writes()
+
+
+def test_values_of_the_right_length_are_not_copied() -> None:
+    whole = values(1)
+    assert padded(whole, NUMEL) is whole
+    assert padded(whole, NUMEL + 1).tolist()[-1] == 0.0
+
+
+def test_a_checkpoint_gets_momentum_widened_and_zeros_before_the_first_step() -> None:
+    training, stream = opened()
+    zeros = torch.cat([piece.clone() for piece in stream.stream(GROUP, torch.float32)])
+    numel = training.groups.group(GROUP).numel
+    assert (zeros.numel(), bool(zeros.any())) == (4 * numel, False)
+    value = values(3, numel)
+    stream.write(MatrixPart(group=GROUP, offset=0, numel=numel), values(2, numel), value)
+    stream.finish(GROUP)
+    found = torch.cat([piece.clone() for piece in stream.stream(GROUP, torch.float32)])
+    assert torch.equal(found.view(torch.float32), value.float())
