@@ -118,7 +118,8 @@ class TiledSteps:
         section = runtime.config.streaming.optimizer
         self.asked_dtype, fewer = section.state_dtype, fewer_bits(runtime.config)
         shape = tile_shape(upstream, runtime, streams_gradients=self._streams_gradients)
-        tiles = (stream := runtime.open_optimizer(shape)).tiles
+        stream = runtime.open_optimizer(shape)
+        tiles = stream.tiles
         if upstream.uses_muon:
             self._muon = MuonUpdates(upstream, runtime, self._communicated)
             self.momentum_dtype = self._muon.momentum_dtype
@@ -186,7 +187,8 @@ class TiledSteps:
 
     def initialize_states(self, original: Original) -> None:
         """Allocate nothing: gradients and moments begin as zeros, which need not be stored."""
-        if isinstance(base := self._upstream.base, torch.optim.Adagrad):
+        base = self._upstream.base
+        if isinstance(base, torch.optim.Adagrad):
             # As upstream: Adagrad creates its states when constructed, here without elements.
             remade = torch.optim.Adagrad(self._upstream.masters, **base.defaults)
             self._upstream.remake_base(remade)
@@ -338,7 +340,8 @@ class TiledSteps:
     def step_sub_group(self, number: int, original: Original) -> None:
         """Step a sub-group, or queue its step for the background."""
         master = self._upstream.masters[number]
-        fused = (current := self.current).updates[number]
+        current = self.current
+        fused = current.updates[number]
         step = SubGroupStep(
             name=master.ds_id,
             parameter=master,
