@@ -282,7 +282,7 @@ def main() -> None:
     if options.deterministic:
         be_deterministic()
     if options.always_guess:
-        guess.ClipGuess.wants = lambda self: True  # type: ignore[method-assign]
+        guess.Guess.wants = lambda self: True  # type: ignore[method-assign]
     join_group()
     transformers.set_seed(SEED)
     _ = transformers.LlamaForCausalLM  # imported when first named

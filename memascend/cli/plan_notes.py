@@ -14,6 +14,7 @@ from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import is_disabled
 from memascend.plan.advice import (
     advise,
+    advise_during_backward,
     advise_in_cpu,
     advise_one_pass,
     advise_pinning,
@@ -62,6 +63,7 @@ def notes_of(accounts: Accounts, args: argparse.Namespace) -> list[str]:
         )
     notes += _note_of_drives(plan)
     notes.append(advise(accounts.shapes, plan))
+    notes.append(advise_during_backward(accounts.shapes, plan))
     notes.append(advise_in_cpu(accounts.shapes, plan))
     notes.append(note_device(accounts.shapes, plan.request))
     notes.append(
@@ -143,7 +145,8 @@ def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list
             f"memascend's column is for steps in tiles, but streaming.optimizer is not used: "
             f"{reason}. Host memory of a run grows with the model"
         )
-    if reason := why_not_during_backward(block, settings):
+    is_demanded = block.streaming.optimizer.during_backward is True
+    if is_demanded and (reason := why_not_during_backward(block, settings)):
         notes.append(f"streaming.optimizer.during_backward has no effect: {reason}")
     if fewer_bits(block):
         notes.append(f"inexact: {inexactness(block)}")

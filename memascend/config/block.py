@@ -88,11 +88,12 @@ class OptimizerStreamConfig(Section):
     overlap: bool = Field(
         True, description="the step overlaps the next forward pass; off: it ends before that pass"
     )
-    during_backward: bool = Field(
+    during_backward: bool | Literal["auto"] = Field(
         False,
         description="the step begins during backward; takes drive space for a second copy of all "
         "values that it changes. Without clipping it uses gradients up; with clipping it is a "
-        "guess, and a norm above the limit makes it void",
+        'guess, and a norm above the limit makes it void. `"auto"`: where the run\'s own times '
+        "show that it pays and the drive has room; it never uses gradients up",
     )
     tile_bytes: Nbytes | None = Field(
         None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Guesses:
-    """Guesses that a norm is within `gradient_clipping`."""
+    """Guesses that nothing will change the step that was begun."""
 
     right: int = 0  # steps whose early tiles were used
     wrong: int = 0  # steps that were made again

@@ -105,6 +105,19 @@ def advise_one_pass(
     )
 
 
+def advise_during_backward(shapes: ModelShapes, plan: Plan) -> str:
+    """Return a line about steps that may begin during backward; empty if they may not."""
+    if not plan.request.tries_during_backward:
+        return ""
+    numel = sum(tensor.shard_numel(plan.request.world) for tensor in shapes.trainable)
+    nbytes = int(numel * plan.request.second_values_bytes)
+    return (
+        "the step is counted after backward; it begins during backward where the run's own times "
+        f"show that this pays, with up to {format_nbytes(nbytes)} more on the drive if as much "
+        "again stays free"
+    )
+
+
 def advise_wear(
     shapes: ModelShapes,
     plan: Plan,
@@ -157,10 +170,10 @@ def _fewer_writes(
     streaming = block.streaming.model_copy(update={"optimizer": optimizer})
     early = block.model_copy(update={"streaming": streaming})
     if not request.during_backward and not why_not_during_backward(early, settings):
-        changed = request.param_itemsize + request.stored_master_itemsize + request.states_bytes
-        key = "streaming.optimizer.during_backward"
-        name = f"{key}, for {changed:.3g} bytes more a parameter on the drive"
-        yield replace(request, during_backward=True), limit, name
+        key = "streaming.optimizer.during_backward: true"
+        name = f"{key}, for {request.second_values_bytes:.3g} bytes more a parameter on the drive"
+        early_request = replace(request, during_backward=True, tries_during_backward=False)
+        yield early_request, limit, name
     more = (plan.host_bytes if limit is None else limit) + MORE_BYTES
     yield request, more, f"{format_nbytes(MORE_BYTES)} more of host_memory_limit"
 

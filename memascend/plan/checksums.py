@@ -6,6 +6,8 @@ resident later have been on the drive before.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memascend.base.sizes import ACTIVATIONS_BYTES
 from memascend.base.units import PAGE_BYTES
 from memascend.plan.muon import matrix_names
@@ -42,7 +44,7 @@ def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     """Return the most drive bytes that rounding all keys up to whole grains adds."""
     if request.verify == "off":
         return 0
-    exact, rounded = _key_bytes(shapes, request, 0, 0)
+    exact, rounded = _key_bytes(shapes, replace(request, tries_during_backward=False), 0, 0)
     return rounded - exact
 
 
@@ -52,7 +54,7 @@ def _key_bytes(
     """Return the bytes of all keys together: exact, and in whole grains."""
     sizes: list[tuple[int, int]] = []  # (bytes, number of such keys)
     world = request.world
-    values = 2 if request.during_backward else 1
+    values = 2 if request.may_begin_early else 1
     if request.parameters_device == "nvme":
         itemsize = request.param_itemsize
         sizes += [(tensor.shard_bytes(world, itemsize), 1) for tensor in shapes.tensors]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -114,6 +114,10 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     in_cpu_bytes = _in_cpu_bytes(shapes, request)
     rest_bytes = None if limit_bytes is None else max(0, limit_bytes - in_cpu_bytes)
     knobs = choose_knobs(shapes, request, rest_bytes)
+    if request.tries_during_backward and knobs != choose_knobs(shapes, request, None):
+        # Memory that steps after backward do not need shall not make a buffer smaller.
+        request = replace(request, tries_during_backward=False)
+        knobs = choose_knobs(shapes, request, rest_bytes)
     host = knobs.host(request)
     totals = _stream_bytes(shapes, request)
     resident: dict[str, int] = {}

@@ -148,7 +148,7 @@ def tiles_element_bytes(request: PlanRequest, tile_count: int) -> float:
 
 def spare_count(request: PlanRequest, tile_count: int) -> int:
     """Return the number of spare blocks, for gradients that wait for one of the tiles."""
-    return SPARE_COUNT + max(0, tile_count - TILE_COUNT) if request.during_backward else 0
+    return SPARE_COUNT + max(0, tile_count - TILE_COUNT) if request.may_begin_early else 0
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:

@@ -97,6 +97,9 @@ class PlanRequest:
     #: Whether that is a guess, for which gradients go to the drive, too. Traffic and time are those
     #: of right guesses.
     guesses: bool = False
+    #: Whether a run finds out by itself whether steps during backward pay. Traffic, time and drive
+    #: bytes are those of steps after backward; host memory has what either needs.
+    tries_during_backward: bool = False
     overlaps: bool = True  # whether the step overlaps the next forward pass, in part or as a whole
     has_activations: bool = False  # whether saved activations go to the drive
 
@@ -169,6 +172,16 @@ class PlanRequest:
             arriving_itemsize=ITEMSIZES[self.arriving_dtype or self.precision],
             sum_itemsize=self.gradient_itemsize,
         )
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether steps may begin during backward, so that there may be second values."""
+        return self.during_backward or self.tries_during_backward
+
+    @property
+    def second_values_bytes(self) -> float:
+        """Drive bytes of second values for each trainable parameter."""
+        return self.param_itemsize + self.stored_master_itemsize + self.states_bytes
 
     @property
     def states(self) -> int:
@@ -278,7 +291,10 @@ class PlanRequest:
             verify=block.verify,
             volume_count=volume_count,
             drive_count=-(-volume_count // local_world),
-            during_backward=steps.during_backward and not why_not_during_backward(block, settings),
+            during_backward=steps.during_backward is True
+            and not why_not_during_backward(block, settings),
+            tries_during_backward=steps.during_backward == "auto"
+            and not why_not_during_backward(block, settings),
             guesses=bool(settings.gradient_clipping)
             or "gradient_clipping" in settings.left_to_trainer,
             overlaps=steps.overlap and _steps_in_one_pass(block, settings),
@@ -342,7 +358,7 @@ def why_whole_steps(settings: DeepSpeedSettings) -> str:
 
 
 def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
-    """Return why `during_backward` is set but has no effect, as far as the JSON shows it."""
+    """Return why `during_backward` is not false but has no effect, as far as the JSON shows it."""
     if not block.streaming.optimizer.during_backward:
         return ""
     if not _steps_in_one_pass(block, settings):

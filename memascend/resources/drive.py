@@ -5,7 +5,9 @@ Knows keys, volumes and wear; never DeepSpeed.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -121,6 +123,13 @@ class OwnDrive:
         """Return the traffic of each volume."""
         return traffic_of(self.store.core)
 
+    def free_bytes(self) -> int | None:
+        """Return the bytes that are left for other files; None: no volume is in a file system."""
+        paths = [Path(volume.path) for volume in self.store.core.volume_stats()]
+        folders = {path.stat().st_dev: path for path in paths if path.is_dir()}
+        free = [shutil.disk_usage(path).free for path in folders.values()]
+        return sum(free) if free else None
+
     def read_wear(self) -> Wear | None:
         """Return the account of writes so far."""
         return self._wear.read(self._written_bytes())
@@ -179,6 +188,10 @@ class StockDrive:
     def volumes(self) -> Sequence[VolumeTraffic]:
         """Return nothing."""
         return ()
+
+    def free_bytes(self) -> int | None:
+        """Return None: it is not known where DeepSpeed's files are."""
+        return None
 
     def read_wear(self) -> Wear | None:
         """Return None: writes are not counted."""

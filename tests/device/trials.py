@@ -54,6 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"clipping": 0.0, "during_backward": True, "steps": 8, "world": 2},
         **{"dtype": "fp16", "scale_power": 18, "scale_window": 2, "accumulation": 1},
     },
+    "steps during backward where it pays": {"during_backward": "auto", "steps": 12},
+    "steps during backward where it pays, two ranks": {
+        **{"clipping": 0.0, "during_backward": "auto", "steps": 12, "world": 2},
+    },
     "parameters on the device": {"params": "none"},
     "parameters in host memory": {"params": "cpu"},
     "optimizer in host memory": {"optimizer": "cpu"},

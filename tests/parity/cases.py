@@ -101,7 +101,8 @@ class Case:
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
-    during_backward: bool = False  # the step begins then; with clipping that is a guess
+    #: The step begins then; with clipping that is a guess. "auto": where it pays, see training.py.
+    during_backward: bool | str = False
     split_master: bool = True
     tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
@@ -221,7 +222,7 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         if case.by_slice:
             block["micro_batches"]["reduction"] = "slice"
     if case.during_backward:
-        block["streaming"]["optimizer"]["during_backward"] = True
+        block["streaming"]["optimizer"]["during_backward"] = case.during_backward
     if not case.split_master:
         block["streaming"]["optimizer"]["split_master"] = False
     if case.walk == "off":

@@ -231,6 +231,7 @@ def early_cases() -> list[Case]:
     """Steps that begin during backward, and what decides against them, or half of them."""
     early = Case(during_backward=True, steps=4)
     fp16 = replace(early, dtype="fp16", steps=8, scale_window=2)
+    auto = Case(during_backward="auto", steps=14)
     return [
         early,
         replace(fp16, world=2, accumulation=4),  # some steps are left out, the scale grows in some
@@ -250,6 +251,13 @@ def early_cases() -> list[Case]:
         replace(early, clipping=30.0, steps=6, boundary="stepped", accumulation=2),
         replace(early, clipping=30.0, steps=7, accessors="read", walk="off", world=2),
         replace(early, clipping=30.0, steps=8, limit_bytes=LIMIT_SMALL_BYTES, split_master=False),
+        # Where it pays: with norms on both sides of the limit, and without one.
+        replace(auto, clipping=25.97),
+        replace(auto, accessors="change", scheduler=True, accumulation=2, world=2),
+        replace(auto, clipping=1000.0, family="alternating", world=2),
+        replace(auto, accessors="read", boundary="stepped", accumulation=3),
+        replace(auto, dtype="fp16", scale_window=2, steps=18, world=2, modify_weights=True),
+        replace(auto, resume_at=6, steps=18, limit_bytes=LIMIT_HALF_BYTES),
         replace(early, accessors="read", boundary="stepped", accumulation=3),
         replace(early, resume_at=3, steps=6, saver="whole"),
         # Nothing goes on behind its caller: no tile is left to the next forward pass.

@@ -14,15 +14,20 @@ import hashlib
 import inspect
 import itertools
 import logging
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
+from memascend.deepspeed.optimizer import worth
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.upstream import Upstream
 
@@ -78,9 +83,24 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
     """
     eager = torch.compiler.set_stance if case.optimizer_type == "Muon" else contextlib.nullcontext
     # Compiling Muon's kernels for each shape takes minutes.
-    with watched(late=case.walk == "late") as walks, eager("force_eager"):
+    with (
+        watched(late=case.walk == "late") as walks,
+        eager("force_eager"),
+        _measured_quickly(case),
+    ):
         facts = _run_watched(case, config, save_to)
     return facts | {"walks": dataclasses.asdict(walks)}
+
+
+@contextmanager
+def _measured_quickly(case: Case) -> Iterator[None]:
+    """Measure few steps, on every other rank at other times, so that ranks differ in most steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case.during_backward == "auto":
+            rank = int(os.environ["RANK"])
+            for name, value in (("WARM_COUNT", rank % 2), ("ROW_COUNT", 2), ("SAMPLE_COUNT", 3)):
+                patch.setattr(worth, name, value)
+        yield
 
 
 def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dict[str, Any]:

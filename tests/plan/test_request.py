@@ -103,6 +103,18 @@ def test_a_step_begins_during_backward_where_nothing_is_against_it(
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"), [({}, True), (UNCLIPPED, True), ({"optimizer": {"type": "Lion"}}, False)]
+)
+def test_a_run_finds_out_whether_steps_during_backward_pay_where_they_can_be(
+    keys: dict[str, Any], expected: bool
+) -> None:
+    block = parse_block({"streaming": {"optimizer": {"during_backward": "auto"}}})
+    request = PlanRequest.from_deepspeed(parse_deepspeed(on_drive(**keys)), block=block)
+    assert request.tries_during_backward == request.may_begin_early == expected
+    assert not request.during_backward
+
+
+@pytest.mark.parametrize(
     ("keys", "expected"),
     [
         (UNCLIPPED, False),

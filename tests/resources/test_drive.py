@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,12 @@ def test_every_key_of_the_paths_has_its_stream(tmp_path: Path) -> None:
     assert stream_of("param.17") == PARAMETERS
     assert stream_of("/nvme/optimizer/rank0/param.0.tensor.swp") is None
     runtime.close()
+
+
+def test_what_is_free_beside_the_volumes_is_told(tmp_path: Path) -> None:
+    drive = own(tmp_path)
+    free = drive.free_bytes()
+    assert free is not None
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    drive.close()
+    assert StockDrive(None).free_bytes() is None

@@ -23,7 +23,7 @@ TILES = sum(-(-(numel // 3 * 2) // 4096) for numel in SIZES.values()) - len(LEFT
 
 def make(
     *,
-    early: bool = True,
+    early: bool | str = True,
     overlap: bool = True,
     faults: MemoryFaults | None = None,
     state_dtype: torch.dtype = torch.float32,

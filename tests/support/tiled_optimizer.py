@@ -101,6 +101,7 @@ class Tiled:
             config=parse_block(block or {}),
             plan=None,
             store=store,
+            drive=SimpleNamespace(free_bytes=lambda: None),
             background=BackgroundStep(),
             new_event=None,
             _device=SimpleNamespace(wait_idle=None),

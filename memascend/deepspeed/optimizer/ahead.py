@@ -7,11 +7,12 @@ scale with those that the early steps used, and takes or discards the results.
 
 With clipping the factor is the same in every step whose norm is within the limit, so it is guessed
 (guess.py), and gradients go to the drive, too: after a wrong guess, or any other change, all tiles
-are stepped from the old values.
+are stepped from the old values. A run that finds out by itself whether early steps pay (worth.py)
+does so with and without clipping.
 
-Without clipping an early step consumes its gradients, so a step with changed hyperparameters is an
-error. The first two steps are only watched. If the script changes or reads anything between
-backward and step in them, early steps are turned off for the run.
+If early steps are demanded without clipping, they consume their gradients, so a step with changed
+hyperparameters is an error. The first two steps are only watched. If the script changes or reads
+anything between backward and step in them, early steps are turned off for the run.
 
 If a parameter got no gradient in some step, its tiles are not early any more: its next step may use
 the gradient of the step before again.
@@ -28,9 +29,12 @@ from typing import Any
 from deepspeed import comm as dist
 
 from memascend.base.sizes import LEFT_ONE_OF
+from memascend.base.units import format_nbytes
+from memascend.config.environment import local_world_size
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
-from memascend.deepspeed.optimizer.guess import ClipGuess
+from memascend.deepspeed.optimizer.guess import Guess
 from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.deepspeed.optimizer.worth import Worth
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
 from memascend.runtime import Runtime
@@ -50,6 +54,7 @@ log = logging.getLogger(__name__)
 #: Reasons to discard a guess.
 CLIPPED = "the norm is above gradient_clipping"
 ADDED = "a backward pass added to a gradient that was final"
+_KEY = "streaming.optimizer.during_backward"
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 #: Steps before the first early one: enough to see an event of every step or of every other step.
 WATCHED_COUNT = 2
@@ -116,6 +121,7 @@ class DuringBackward:
         fused: FusedAdam,
         overlaps: Callable[[], bool],
         turn_off: Callable[[], None],
+        worth: Worth | None = None,
     ) -> None:
         """Start without a gradient.
 
@@ -125,11 +131,13 @@ class DuringBackward:
             fused: The optimizer's fused steps.
             overlaps: Returns whether a fused step may run in the background.
             turn_off: Called when this object must not be used any more.
+            worth: Finds out whether early steps pay; None: they are demanded.
         """
         self._upstream, self._runtime, self._fused = upstream, runtime, fused
         self._overlaps, self._turn_off = overlaps, turn_off
-        # With clipping early steps are guesses, and other tiles are read ahead as without them.
-        self._guess = ClipGuess() if upstream.norm_max > 0 else None
+        # Other steps than guessed ones read tiles ahead. None: gradients are used up.
+        self._guess = Guess(worth) if worth is not None or upstream.norm_max > 0 else None
+        self._is_demanded = worth is None
         runtime.guesses = None if self._guess is None else self._guess.counts
         self._after_backward = AfterBackward(runtime.optimizer)
         self._has_parts = False  # whether tiles of the coming step may be stepped early
@@ -160,6 +168,9 @@ class DuringBackward:
             if self._guess is not None:  # else gradients that are kept may arrive again
                 step.doubt = step.doubt or ADDED
         if not step.basis:
+            if self._guess is not None and self._guess.is_over:
+                self._stop()
+                return None
             step.basis = self._basis(self._upstream.coming_loss_scale())
             parts = self._early_parts() if self._may_begin(step) else []
             if parts and not self._has_room(parts):
@@ -262,8 +273,7 @@ class DuringBackward:
         if not self._is_watched:
             return False
         if dist.get_rank() == 0:
-            key = "streaming.optimizer.during_backward"
-            log.warning("memascend: %s has no effect from now on: %s", key, reason)
+            log.warning("memascend: %s has no effect from now on: %s", _KEY, reason)
         self._stop()
         return True
 
@@ -335,24 +345,41 @@ class DuringBackward:
         return are_stored and not group.fills and in_memory == 0
 
     def _has_room(self, parts: Sequence[EarlyPart]) -> bool:
-        """Reserve room for early results; if the drive is full, turn early steps off."""
+        """Reserve room for early results; if the drive is full, turn early steps off.
+
+        If they are not demanded, as much again has to stay free, for checkpoints.
+        """
         keys, store = self._keys_of(parts), self._store
         # After a failed write a key is unreadable until it is created again.
         reserve = functools.partial(make_anew, store) if self._tiles.has_failed else store.reserve
+        is_first = not self._keys
         self._keys |= set(keys)
         try:
             for key in keys:
                 reserve(key=early_key(key), nbytes=store.nbytes(key=key))
+            reason = "" if self._is_demanded or not is_first else self._too_little_left(keys)
         except StoreFullError as error:
-            log.warning(
-                "memascend: streaming.optimizer.during_backward has no effect from now on: the "
-                "drive has no room for the new values of a step beside the old ones. %s",
-                error,
+            reason = str(error)
+        if reason:
+            log.log(
+                logging.WARNING if self._is_demanded else logging.INFO,
+                "memascend: %s has no effect from now on: the drive has no room for the new values "
+                "of a step beside the old ones. %s",
+                _KEY,
+                reason,
             )
             self._stop()
             return False
         self._tiles.has_failed = False
         return True
+
+    def _too_little_left(self, keys: Sequence[str]) -> str:
+        """Say how much less is free than second values of all ranks take; empty if it is not."""
+        needed = local_world_size() * sum(self._store.nbytes(key=key) for key in keys)
+        free = self._runtime.drive.free_bytes()
+        if free is None or free >= needed:
+            return ""
+        return f"{format_nbytes(free)} would be left free, and {format_nbytes(needed)} are wanted"
 
     def _keys_of(self, parts: Sequence[EarlyPart]) -> list[str]:
         """Return the keys that the steps of these sub-groups write."""
@@ -366,16 +393,23 @@ class DuringBackward:
 AheadOfStep = NothingAhead | DuringBackward
 
 
-def why_never_early(
-    upstream: Upstream, fused: FusedAdam | OwnSteps, *, streams_gradients: bool
-) -> str:
-    """Return why a run cannot step tiles early; empty if it can."""
+def is_never_early(
+    upstream: Upstream, runtime: Runtime, fused: FusedAdam | OwnSteps, *, streams_gradients: bool
+) -> bool:
+    """Return whether a run cannot step tiles early; log the reason."""
+    is_demanded = runtime.config.streaming.optimizer.during_backward is True
+    reason, level = "", logging.WARNING if is_demanded else logging.DEBUG
     if not fused.is_fused:
         name = type(upstream.base).__name__
-        return f"{name} does not step in one pass (streaming.optimizer.fused)"
-    if not streams_gradients or upstream.parameter_swapper is None:
-        return "parameters and gradients are not streamed from and to the drive"
-    return ""
+        reason = f"{name} does not step in one pass (streaming.optimizer.fused)"
+    elif not streams_gradients or upstream.parameter_swapper is None:
+        reason = "parameters and gradients are not streamed from and to the drive"
+    elif not is_demanded and runtime.plan is not None and not runtime.plan.spare_count:
+        reason = "host_memory_limit leaves no memory for gradients that wait for their tiles"
+        level = logging.INFO
+    if reason and dist.get_rank() == 0:
+        log.log(level, "memascend: %s has no effect: %s", _KEY, reason)
+    return bool(reason)
 
 
 def gradient_ranges(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:

@@ -29,7 +29,7 @@ from memascend.deepspeed.optimizer.ahead import (
     DuringBackward,
     NothingAhead,
     check_gradients,
-    why_never_early,
+    is_never_early,
 )
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
 from memascend.deepspeed.optimizer.locked import locked, with_lock
@@ -40,6 +40,7 @@ from memascend.deepspeed.optimizer.tile_shape import tile_shape
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
 from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
+from memascend.deepspeed.optimizer.worth import Worth
 from memascend.deepspeed.plan.optimizers import initial_state
 from memascend.plan.optimizer_dtypes import fewer_bits, inexactness
 from memascend.plan.optimizers import MOMENTUM
@@ -154,14 +155,11 @@ class TiledSteps:
 
     def _work_ahead(self) -> AheadOfStep:
         """Return early steps if they are configured and this optimizer allows them."""
-        if not self.runtime.config.streaming.optimizer.during_backward:
-            return AfterBackward(self._stream)
-        if reason := why_never_early(
-            self._upstream, self._fused, streams_gradients=self._streams_gradients
+        choice = self.runtime.config.streaming.optimizer.during_backward
+        is_streamed = self._streams_gradients
+        if not choice or is_never_early(
+            self._upstream, self.runtime, self._fused, streams_gradients=is_streamed
         ):
-            if dist.get_rank() == 0:
-                key = "streaming.optimizer.during_backward"
-                log.warning("memascend: %s has no effect: %s", key, reason)
             return AfterBackward(self._stream)
         assert isinstance(self._fused, FusedAdam)
         return DuringBackward(
@@ -170,6 +168,7 @@ class TiledSteps:
             fused=self._fused,
             overlaps=self._may_overlap,
             turn_off=self._turn_off,
+            worth=None if choice is True else Worth(),
         )
 
     def _turn_off(self) -> None:

@@ -142,6 +142,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         state_count=state_count(base),
         sub_group_numels=tuple(optimizer.numels),
         during_backward=request.during_backward and is_cpu_adam,
+        tries_during_backward=request.tries_during_backward and is_cpu_adam,
         guesses=optimizer.norm_max > 0,
         overlaps=request.overlaps and is_cpu_adam,
         wants_split_master=request.wants_split_master and is_cpu_adam,
