@@ -43,7 +43,8 @@ def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
             assert_memascend_did_it(case, facts)
             assert_gradients_waited_within_their_room(facts)
             begins_early = case.during_backward and trial.mode != "all stays in memory"
-            assert all((rank["early_tile_count"] > 0) == begins_early for rank in facts)
+            if case.during_backward != "auto" or not case.limit_bytes:  # else it may not be tried
+                assert all((rank["early_tile_count"] > 0) == begins_early for rank in facts)
         if trial.mode in STEP_MODES:
             assert_steps_went_behind(case, facts)
         if trial.mode in ACTIVATION_MODES:

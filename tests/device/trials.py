@@ -54,7 +54,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"clipping": 0.0, "during_backward": True, "steps": 8, "world": 2},
         **{"dtype": "fp16", "scale_power": 18, "scale_window": 2, "accumulation": 1},
     },
-    "steps during backward where it pays": {"during_backward": "auto", "steps": 12},
+    "steps during backward where it pays": {
+        **{"clipping": 1000.0, "during_backward": "auto", "steps": 12},
+    },
     "steps during backward where it pays, two ranks": {
         **{"clipping": 0.0, "during_backward": "auto", "steps": 12, "world": 2},
     },

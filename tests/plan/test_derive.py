@@ -489,26 +489,3 @@ def test_gradients_of_one_layer_may_wait_on_the_device(name: str, world: int, mi
 def test_only_a_step_in_tiles_leaves_gradients_on_the_device() -> None:
     for request in (PlanRequest(optimizer="Lamb"), PlanRequest(optimizer_device="cpu")):
         assert derive(decoder(), request=request).gradient_room_bytes == 0
-
-
-def test_a_run_that_tries_is_planned_after_backward_with_the_memory_of_both() -> None:
-    after, tries, early = (
-        derive(builtin("Llama-3.1-8B"), request=PlanRequest(verify="reads", **changes))
-        for changes in ({}, {"tries_during_backward": True}, {"during_backward": True})
-    )
-    assert tries.host == early.host
-    assert tries.spare_count == early.spare_count > after.spare_count == 0
-    same = {"read_bytes", "written_bytes", "drive", "early_numel", "held_up", "resident"}
-    assert {name: getattr(tries, name) for name in same} == {
-        name: getattr(after, name) for name in same
-    }
-
-
-def test_memory_for_trying_makes_no_buffer_smaller() -> None:
-    shapes, request = builtin("Llama-3.1-8B"), PlanRequest(tries_during_backward=True)
-    plain = PlanRequest()
-    enough = derive(shapes, request=request).host_bytes
-    assert derive(shapes, request=request, limit_bytes=enough).spare_count > 0
-    for limit_bytes in (enough - 1, enough // 2):
-        plan = derive(shapes, request=request, limit_bytes=limit_bytes)
-        assert plan == derive(shapes, request=plain, limit_bytes=limit_bytes)
