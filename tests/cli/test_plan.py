@@ -220,10 +220,6 @@ def test_states_in_bf16_are_planned_and_need_adam(
             {"streaming": {"optimizer": {"during_backward": True, "fused": False}}},
             "streaming.optimizer.during_backward has no effect: it needs",
         ),
-        (
-            {"streaming": {"optimizer": {"during_backward": "auto"}}},
-            "the step is counted after backward",
-        ),
     ],
 )
 def test_a_block_that_does_less_is_pointed_out(
