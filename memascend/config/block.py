@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from memascend.base.json_text import parse_json, show_json
 from memascend.config.environment import CONFIG_VARIABLE, block_text, is_disabled
@@ -20,6 +20,10 @@ from memascend.config.volumes import Volumes
 from memascend.errors import ConfigError
 
 BLOCK_KEY = "memascend"
+
+
+def _null_is_auto(value: object) -> object:
+    return "auto" if value is None else value
 
 
 class AllocatorConfig(Section):
@@ -88,12 +92,13 @@ class OptimizerStreamConfig(Section):
     overlap: bool = Field(
         True, description="the step overlaps the next forward pass; off: it ends before that pass"
     )
-    during_backward: bool | Literal["auto"] = Field(
+    during_backward: bool | Annotated[Literal["auto"], BeforeValidator(_null_is_auto)] = Field(
         False,
         description="the step begins during backward; takes drive space for a second copy of all "
         "values that it changes. Without clipping it uses gradients up; with clipping it is a "
         'guess, and a norm above the limit makes it void. `"auto"`: where the run\'s own times '
-        "show that it pays and the drive has room; it never uses gradients up",
+        "show that it pays and the drive has room; it never uses gradients up. `null` is the same, "
+        "since accelerate refuses the word",
     )
     tile_bytes: Nbytes | None = Field(
         None,

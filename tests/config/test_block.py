@@ -35,6 +35,12 @@ def test_each_section_can_be_turned_off_by_one_key(section: str) -> None:
     assert len(parsed.sections_enabled) == 6
 
 
+def test_null_is_the_word_that_accelerate_refuses() -> None:
+    for value in (None, "auto"):
+        block = {"streaming": {"optimizer": {"during_backward": value}}}
+        assert config.parse_block(block).streaming.optimizer.during_backward == "auto"
+
+
 @pytest.mark.parametrize("wrong", ["yes", 1, None])
 def test_enabled_takes_only_true_or_false(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"memascend\.allocator\.enabled"):
