@@ -149,6 +149,25 @@ def _keys(fewer: str) -> str:
     return " and ".join(part.partition("=")[0] for part in fewer.split(" and "))
 
 
+def refusal_of_quantized(optimizer: str) -> ConfigError | None:
+    """Return the error for another package's optimizer with quantized states; None: it has none.
+
+    Args:
+        optimizer: Its name in the DeepSpeed JSON, or its class with the module.
+    """
+    name = optimizer.rpartition(".")[2].lower().replace("_", "")
+    packages = ("bitsandbytes.", "torchao.")
+    if not optimizer.startswith(packages) and "8bit" not in name:
+        return None
+    return ConfigError(
+        f"the optimizer {optimizer} keeps quantized states of its own, for weights on the device, "
+        "and ZeRO-3 with offload cannot step with it. fix: let DeepSpeed make the optimizer "
+        '("optimizer": {"type": "AdamW", "params": {...}} in the DeepSpeed JSON, or '
+        'optim="adamw_torch" in the Trainer), and set memascend.streaming.optimizer.state_dtype to '
+        '"int8": then Adam\'s moments have 8 bits'
+    )
+
+
 def why_not_cpu_adam(settings: DeepSpeedSettings) -> tuple[str, str]:
     """Return (setting that prevents DeepSpeedCPUAdam, remedy); both empty if none does."""
     name = settings.optimizer.type

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
+from memascend.plan.optimizer_dtypes import refusal_of_quantized
 
 _TURN_OFF = 'turn memascend off with "memascend": {"enabled": false}'
 
@@ -16,6 +17,8 @@ def check_config(settings: DeepSpeedSettings) -> None:
             f"memascend works with ZeRO stage 3, zero_optimization.stage is {zero.stage}. Set it "
             f"to 3, or {_TURN_OFF}"
         )
+    if error := refusal_of_quantized(settings.optimizer.type):
+        raise error
     on_drive = [
         name
         for name in ("offload_param", "offload_optimizer")

@@ -8,6 +8,7 @@ import torch
 
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.errors import ConfigError
+from memascend.plan.optimizer_dtypes import refusal_of_quantized
 
 #: Parameter dtypes that can be trained, besides a model that is all fp64.
 _TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -22,6 +23,9 @@ def refuse(module: torch.nn.Module, optimizer: Any) -> None:
     refuse_several_contexts(module)
     refuse_nothing_to_train(module, optimizer)
     refuse_dtypes(optimizer)
+    kind = type(optimizer)
+    if error := refusal_of_quantized(f"{kind.__module__}.{kind.__qualname__}"):
+        raise error
 
 
 def refuse_several_contexts(module: torch.nn.Module) -> None:

@@ -92,6 +92,11 @@ TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
             r"offload_optimizer\.super_offload",
             r"Remove zero_optimization\.offload_optimizer\.super_offload",
         ),
+        (
+            changed("optimizer.type", "AdamW8bit"),
+            "the optimizer AdamW8bit keeps quantized states of its own",
+            r'memascend\.streaming\.optimizer\.state_dtype to "int8"',
+        ),
         (changed("aio.use_gds", True), r"aio\.use_gds", r"Remove aio\.use_gds"),
         (
             changed("checkpoint.writer.decoupled", True),

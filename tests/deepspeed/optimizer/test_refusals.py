@@ -38,6 +38,21 @@ def test_a_model_without_a_trainable_parameter_is_refused() -> None:
         ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
 
 
+@pytest.mark.parametrize("module", ["bitsandbytes.optim.adamw", "torchao.optim.adam"])
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "AdamW4bit"])
+def test_an_optimizer_with_8_bit_states_of_its_own_is_refused_and_ours_named(
+    module: str, name: str
+) -> None:
+    """DeepSpeed lets such a class pass with "zero_force_ds_cpu_optimizer": false."""
+    model = torch.nn.Linear(2, 2)
+    kind = type(name, (torch.optim.AdamW,), {"__module__": module})
+    with pytest.raises(
+        ConfigError, match=rf"{module}\.{name} keeps quantized .*state_dtype to \"int8"
+    ):
+        ZeroOptimizer(model, kind(model.parameters()), {}, None, {"memascend": {}})
+    refusals.refuse(model, torch.optim.AdamW(model.parameters()))
+
+
 @pytest.mark.parametrize("kind", ["int8", "int64", "bool", "float8_e4m3fn", "complex64"])
 def test_a_first_parameter_that_cannot_be_trained_is_refused(kind: str) -> None:
     """DeepSpeed would keep all weights in its dtype; CPU offload ends in an error of torch's."""
