@@ -78,7 +78,9 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     model = Sleeping(layers, width, forward_s=forward_ms / 1e3, backward_s=backward_ms / 1e3)
     accelerator = "sim" if options.emulated else "cpu"
     runs = [
-        trainee(name, form, model, options.directory, accelerator) for name, form in FORMS.items()
+        trainee(name, form, model, options.directory, accelerator)
+        for name, form in FORMS.items()
+        if name == WHOLE or any(part in name for part in options.only)
     ]
     taken = take_turns(runs, options.rounds or ROUNDS[size])
     circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
@@ -143,7 +145,15 @@ def plan_of(run: Trainee, model: Sleeping) -> Any:
 
 
 def main() -> None:
-    options = parser_of_model(QUESTION).parse_args()
+    parser = parser_of_model(QUESTION)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="PART",
+        help="of their names: forms beside whole master weights (default: all)",
+    )
+    options = parser.parse_args()
     with drive_rate(options.directory, options.drive_rate):
         rows = harness.collect(run(options))
     harness.report("forms", QUESTION, rows, options.out)
