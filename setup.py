@@ -28,7 +28,7 @@ ROUNDING = ["-ffp-contract=off"]
 # As system headers pybind11's own are exempt from our warnings.
 SYSTEM_HEADERS = ["-isystem", pybind11.get_include()]
 
-#: What compiles, or comes before it: pip asks for the metadata before it fetches torch.
+#: Commands that compile, or come before: pip asks for the metadata before it fetches torch.
 COMPILING = {"dist_info", "bdist_wheel", "build_ext", "editable_wheel"}
 
 

@@ -84,7 +84,7 @@ SIZES = {
     ),
 }
 
-#: The first of each seed is what the others are compared with.
+#: The others are compared with the first of each seed.
 RUNS = (
     Run("fp32", "fp32"),
     Run("fp32, one weight moved by 1 %", "fp32", moved=MOVED),

@@ -1,4 +1,4 @@
-"""A small language model of bytes, whose weights are one flat tensor: what an optimizer steps.
+"""A small language model of bytes, whose weights are one flat tensor for an optimizer.
 
 A decoder with normed inputs, learned positions and a head of its own. It computes in fp32, from
 weights that are bf16 numbers. Knows no optimizer.

@@ -1,7 +1,7 @@
 """Formats of Adam's moments between two steps: those of our kernels, and those of other libraries.
 
 The others are written from their published descriptions, in plain torch: moments are decoded, our
-kernel steps them in fp32, and they are encoded again. So formats differ in what they store alone.
+kernel steps them in fp32, and they are encoded again. So formats differ in their storage alone.
 Blocks are counted in one flat tensor of all parameters. Knows neither models nor losses.
 """
 
@@ -30,7 +30,7 @@ class Moments(Protocol):
         """Steps by `adam.update`, which gets the operands and these moments."""
 
     def put(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, rounding_key: int) -> None:
-        """Sets both to what the format makes of fp32 values."""
+        """Encodes fp32 values into both."""
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gives both in fp32."""

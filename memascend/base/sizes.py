@@ -31,6 +31,9 @@ IN_FLIGHT_COUNT = 2
 #: batch, which no plan knows.
 ACTIVATIONS_BYTES = 256 << 30
 
+#: Elements of a sub-group that share the fp32 scale of a moment in codes.
+SCALE_NUMEL = 128
+
 
 def casts(dtype: Any, master_dtype: Any) -> bool:
     """Return whether a tile needs one more block, for values of another dtype than the master's.

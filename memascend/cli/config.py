@@ -1,6 +1,6 @@
 """`memascend config`: a DeepSpeed JSON for this machine, with the recommended limit of host memory.
 
-Prints the JSON alone on standard output, and what it was made from on standard error.
+Prints the JSON alone on standard output, and its sources on standard error.
 """
 
 from __future__ import annotations

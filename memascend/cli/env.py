@@ -47,7 +47,7 @@ def env_command(args: argparse.Namespace) -> int:
 
 
 def facts(path: Path) -> dict[str, str]:
-    """Return what an issue needs, by name; `path` is a folder on the drive to offload to."""
+    """Return the facts for an issue, by name; `path` is a folder on the drive to offload to."""
     found = {"memascend": __version__, "Python": platform.python_version()}
     found |= {package: _version(package) for package in PACKAGES}
     found["CUDA of torch"] = _cuda_of_torch()

@@ -48,7 +48,7 @@ _LABEL_WIDTH, _WIDTH_MAX = 7, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine; None for what is not known of it."""
+    """One machine; None for an unknown size."""
 
     memory_bytes: int | None  # host memory, for all its ranks
     device_bytes: int | None  # device memory of one rank
@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a reader wants to know first."""
+    """The four lines."""
 
     needed: dict[str, int]  # bytes of one machine, of a GPU those of one rank
     available: dict[str, int]  # the same, where it is known

@@ -81,7 +81,7 @@ def notes_of(accounts: Accounts, args: argparse.Namespace) -> list[str]:
 
 
 def warnings_of(accounts: Accounts, *, accumulates: bool = True) -> list[str]:
-    """Return what a reader must know: settings without effect, and assumptions that may not hold.
+    """Return warnings: settings without effect, and assumptions that may not hold.
 
     With `accumulates` the traffic that accumulation adds is among them.
     """

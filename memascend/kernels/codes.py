@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend import _core
+from memascend.base.sizes import SCALE_NUMEL
 from memascend.kernels.operands import check_operand
 from memascend.kernels.overflow import dtype_name
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CODE_DTYPES", "SCALE_NUMEL", "decode", "encode", "scale_count"]
 
-#: Elements that share a scale; a tile begins at a multiple of it.
-SCALE_NUMEL = 128
 #: Dtypes of codes of first and of second moments.
 CODE_DTYPES = ("int8", "uint8")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memascend.base.sizes import SCALE_NUMEL
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.deepspeed import (
     DEVICES,
@@ -35,8 +36,8 @@ from memascend.plan.window import WindowBytes
 
 #: Bytes of an element, by the names of dtypes. Only a live model is in fp64.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-#: Elements that share the scale of a moment in codes (`kernels.codes`), and a scale's bytes.
-SCALE_NUMEL, SCALE_BYTES = 128, 4
+#: Bytes of the scale of a moment in codes (`kernels.codes`).
+SCALE_BYTES = 4
 #: Bytes of both of Adam's moments in codes, without scales, and number of those with scales.
 _CODED = {INT8: (1 + 1, 2), INT8_BF16: (1 + 2, 1)}
 #: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.

@@ -191,8 +191,8 @@ def builtin(name: str) -> ModelShapes:
     """Return the shapes of a public model that comes with this package; case does not matter.
 
     A name on the Hub counts without its owner, and without the ending of a variant that has the
-    same shapes: "meta-llama/Llama-3.1-8B-Instruct" is "Llama-3.1-8B". Of models that read images
-    too, the language model is counted alone.
+    same shapes: "meta-llama/Llama-3.1-8B-Instruct" is "Llama-3.1-8B". A model that
+    reads images, too, is counted without its vision part.
 
     Raises:
         ConfigError: No such model; lists all, and the nearest one.

@@ -1,4 +1,4 @@
-"""The answer of `memascend plan`: it compares with this machine, or with what the options state."""
+"""The answer of `memascend plan`: it compares with this machine, or with the sizes stated."""
 
 from __future__ import annotations
 

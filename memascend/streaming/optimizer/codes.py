@@ -1,7 +1,7 @@
 """States in 8 bits, as fp32 numbers: decoded and encoded chunk by chunk, each in one staging slot.
 
 Codes that are decoded and encoded again are the same, and so are their scales: fp32 files of a
-checkpoint give a run back what it had. Knows the kernels, the slots and the store; not the forms of
+checkpoint give a run its moments back. Knows the kernels, the slots and the store; not the forms of
 sub-groups. One thread at a time may call.
 """
 

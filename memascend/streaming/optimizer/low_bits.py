@@ -43,7 +43,7 @@ class LowBits(Enum):
         flags: torch.Tensor | None,
         weights: torch.Tensor,
     ) -> None:
-        """Set fp32 weights to what both parts are.
+        """Join both parts to fp32 weights.
 
         Args:
             high: bf16; rounded, unless there may be flags and none are given.

@@ -89,7 +89,7 @@ class SubGroup:
         members: With low bits: its parameters.
         flag_state: The state whose signs are flags; empty if there are no flags.
         form: Form of the master weights.
-        low_bits: What is stored of them beside the members.
+        low_bits: Form of their part that is stored beside the members.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Steps are measured in turns, and what is decided is the times' doing alone."""
+"""Steps are measured in turns, and their times alone decide."""
 
 from __future__ import annotations
 

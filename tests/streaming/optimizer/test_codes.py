@@ -18,6 +18,7 @@ from memascend.kernels.codes import SCALE_NUMEL, decode, scale_count
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.optimizer.low_bits import LowBits
 from memascend.streaming.optimizer.sub_group import MasterForm
+from tests.support.adam_steps import USUAL
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import SIZES, Training, gradients
 
@@ -31,18 +32,7 @@ FORMS = [
     (FIRST, LowBits.FLAGGED),
     (FIRST, LowBits.REMAINDERS),
 ]
-ADAM = AdamCoefficients(
-    factor=0.5,
-    beta1=0.9,
-    beta2=0.99,
-    take1=0.1,
-    take2=0.01,
-    root_scale=3.0,
-    epsilon=1e-8,
-    step_size=-1e-2,
-    gradient_decay=None,
-    weight_decay=-1e-3,
-)
+ADAM = AdamCoefficients(**USUAL, gradient_decay=None)
 
 
 def fused(key: int, *, begin: int, factor: float, values: Any, **tensors: Any) -> None:
@@ -94,7 +84,7 @@ class InMemory:
 
 
 def stored(one: Training, name: str) -> dict[str, torch.Tensor]:
-    """What the store has of a sub-group, by key."""
+    """The stored tensors of a sub-group, by key."""
     group = one.groups.group(name)
     found = {}
     for state in (None, *group.state_names):
@@ -125,7 +115,7 @@ def test_steps_in_tiles_have_the_bits_of_whole_tensors(
             assert torch.equal(found[moment], each.moments[moment]), (name, moment)
 
 
-def test_nothing_is_written_before_the_first_step_which_writes_what_the_format_has() -> None:
+def test_a_step_writes_the_bytes_of_the_format_and_the_start_none() -> None:
     one = training()
     before = one.store.stats()["bytes_written"]
     run(one, 0)

@@ -25,7 +25,7 @@ def test_cut_weights_are_joined_to_the_nearest_that_the_form_has(form: LowBits) 
     form.join(high, low, None, joined)
     assert torch.allclose(joined, weights, rtol=NEAREST[form], atol=0)
     assert torch.equal(joined, weights) == (form is not LowBits.REMAINDERS)
-    # What the step calls its output is rounded, unless a flag would have to tell it.
+    # High halves are rounded, unless flags would have to tell how.
     assert torch.equal(high, joined.to(HIGH_DTYPE)) == (not form.has_flags)
     again = parts(form)
     form.cut(joined, *again)
