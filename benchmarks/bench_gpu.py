@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +225,14 @@ def case_of(run: Run, machine: Machine | None = None) -> cases.Case:
     return cases.Case(run.name, lack, seconds=seconds(run, WARMUPS + STEPS + 1))
 
 
-def case_of_turns(turns: Turns, machine: Machine | None = None) -> cases.Case:
+def case_of_turns(
+    turns: Turns, machine: Machine | None = None, rounds: int = gpu_turns.ROUNDS
+) -> cases.Case:
     """Contenders that take turns as a case, judged by what a machine has."""
     if machine is None:
         return cases.Case(turns.name)
     runs, lack = gpu_turns.able(turns, machine, lack_of)
-    steps = gpu_turns.WARMUPS + gpu_turns.ROUNDS
+    steps = gpu_turns.WARMUPS + rounds
     return cases.Case(turns.name, lack, seconds=sum(seconds(run, steps) for run in runs))
 
 
@@ -263,12 +266,12 @@ def overview(wanted: Sequence[cases.Case]) -> Iterator[str]:
             yield f"{model}: none of {len(of_model)} cases fits: {of_model[0].why_not}"
 
 
-def measured(name: str, machine: Machine, folder: Path) -> dict[str, Any]:
+def measured(name: str, machine: Machine, folder: Path, rounds: int) -> dict[str, Any]:
     """Measure the case of this name."""
     for turns in TURNS:
         if turns.name == name:
             runs, _ = gpu_turns.able(turns, machine, lack_of)
-            return gpu_turns.measure(runs, machine, folder)
+            return gpu_turns.measure(runs, machine, folder, rounds=rounds)
     (run,) = (run for run in RUNS if run.name == name)
     return measure(run, machine, folder)
 
@@ -276,6 +279,12 @@ def measured(name: str, machine: Machine, folder: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = cases.parser(__doc__ or "", out=OUT)
     parser.add_argument("--gpus", type=int, help="ranks (default: 1)", default=1)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=gpu_turns.ROUNDS,
+        help=f"rounds that count of a case in turns (default: {gpu_turns.ROUNDS})",
+    )
     parser.add_argument("--document", type=Path, help="put the table there, between its marks")
     options = parser.parse_args(arguments)
     if options.child is None:
@@ -284,10 +293,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return cases.status(is_all=True, is_well=report(options))
     machine = gpu_machine.look(options.nvme_path, gpus=options.gpus)
     if options.child is not None:
-        cases.answer(lambda: measured(options.child, machine, options.nvme_path))
+        child = partial(measured, options.child, machine, options.nvme_path, options.rounds)
+        cases.answer(child)
         return cases.STATUS_OK
     every = [case_of(run, machine) for run in RUNS]
-    every += [case_of_turns(turns, machine) for turns in TURNS]
+    every += [case_of_turns(turns, machine, options.rounds) for turns in TURNS]
     wanted = cases.chosen(every, options.names, options.first)
     if options.list:
         cases.show(wanted, options.out)
@@ -297,9 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return cases.STATUS_NO_DEVICE
     print(*overview(wanted), sep="\n", flush=True)
     facts = gpu_machine.facts(options.nvme_path, machine)
-    is_all = cases.run(
-        wanted, Path(__file__), options, facts, child_arguments=["--gpus", str(machine.gpus)]
-    )
+    passed_on = ["--gpus", str(machine.gpus), "--rounds", str(options.rounds)]
+    is_all = cases.run(wanted, Path(__file__), options, facts, child_arguments=passed_on)
     is_well = report(options)
     return cases.status(is_all=is_all, is_well=is_well)
 

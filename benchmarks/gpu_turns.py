@@ -95,7 +95,12 @@ def able(turns: Turns, machine: Machine, lack_of: Callable[[Run], str]) -> tuple
 
 
 def measure(
-    runs: Sequence[Run], machine: Machine, folder: Path, *, accelerator: str = "cuda"
+    runs: Sequence[Run],
+    machine: Machine,
+    folder: Path,
+    *,
+    rounds: int = ROUNDS,
+    accelerator: str = "cuda",
 ) -> dict[str, Any]:
     """Train all runs in turns; return seconds, ratios to the first, and peaks of resident memory.
 
@@ -107,7 +112,7 @@ def measure(
     }
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in trainees}
     with side_by_side([*trainees.values()]):
-        for number in range(WARMUPS + ROUNDS):
+        for number in range(WARMUPS + rounds):
             names = [*trainees]
             for _ in range(number % len(names)):  # nobody always inherits the same caches
                 names.append(names.pop(0))

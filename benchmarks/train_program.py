@@ -194,11 +194,12 @@ class Training:
         self.engine.backward(self._loss(self._batches[0]))
 
     def facts(self) -> None:
-        """What can be asked of a run at any time: its weights, and its host memory."""
+        """What can be asked of a run at any time: its weights, host memory and guesses."""
         answer(
             "facts",
             weights=digest(self.engine.module),
             arena=arena(self.engine),
+            guesses=guesses(self.engine),
             cached_bytes=self._device.cached_bytes(),
         )
 
@@ -232,6 +233,13 @@ def arena(engine: Any) -> dict[str, Any] | None:
         "is_pinned": allocator.tensor(1024, torch.uint8, component="probe").is_pinned(),
         "notes": list(allocator.core.notes()),
     }
+
+
+def guesses(engine: Any) -> dict[str, int] | None:
+    """Steps begun during backward as a guess, by what came of them; None where none is one."""
+    attachment = getattr(engine, "memascend", None)
+    counts = None if attachment is None else attachment.ledger().guesses
+    return None if counts is None else {"right": counts.right, "wrong": counts.wrong}
 
 
 def be_emulated() -> None:

@@ -25,10 +25,11 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
 import cases  # noqa: E402
 import gpu_machine  # noqa: E402
-from gpu_checks import Check, memory, order, suite, training  # noqa: E402
+from gpu_checks import Check, memory, modes, order, suite, training  # noqa: E402
 
 CHECKS = {
-    check.name: check for check in (*memory.CHECKS, *order.CHECKS, *suite.CHECKS, *training.CHECKS)
+    check.name: check
+    for check in (*memory.CHECKS, *order.CHECKS, *suite.CHECKS, *training.CHECKS, *modes.CHECKS)
 }
 WHOLE, BROKEN = "whole", "broken"
 OUT = "gpu-smoke-out"

@@ -110,7 +110,7 @@ def result(run: Trainee, commands: Sequence[str] = ("step",) * STEPS) -> dict[st
     return {
         "losses": [one["loss"] for one in answers],
         "refusals": sum(one.get("refusals", 0) for one in answers),
-        **{name: facts[name] for name in ("weights", "arena", "cached_bytes")},
+        **{name: facts[name] for name in ("weights", "arena", "cached_bytes", "guesses")},
     }
 
 
@@ -164,13 +164,14 @@ def judge_slices(figures: Figures) -> list[str]:
 def judge_parity(figures: Figures) -> list[str]:
     """Wants equal losses and weights of an oracle that repeats, and memascend at work."""
     return [
-        *_differences("CPU offload does not repeat", figures["oracle"], figures["again"]),
-        *_differences("memascend differs", figures["oracle"], figures["ours"]),
+        *differences("CPU offload does not repeat", figures["oracle"], figures["again"]),
+        *differences("memascend differs", figures["oracle"], figures["ours"]),
         *([] if figures["ours"]["arena"] else ["memascend had no part in its run"]),
     ]
 
 
-def _differences(what: str, one: Figures, other: Figures) -> list[str]:
+def differences(what: str, one: Figures, other: Figures) -> list[str]:
+    """What differs between two runs, and whether their losses are any."""
     losses = [[float(loss) for loss in ",".join(run["losses"]).split(",")] for run in (one, other)]
     problems = []
     if len(losses[0]) < STEPS or not all(math.isfinite(loss) for loss in losses[0]):
@@ -298,7 +299,7 @@ def measure_uncached(folder: Path, broken: bool) -> dict[str, Any]:
 
 def judge_uncached(figures: Figures) -> list[str]:
     """Wants the same numbers, and nothing cached."""
-    problems = _differences("without the cache", figures["oracle"], figures["ours"])
+    problems = differences("without the cache", figures["oracle"], figures["ours"])
     if figures["ours"]["cached_bytes"]:
         problems.append(f"{figures['ours']['cached_bytes']} bytes were cached: it was not off")
     return problems
@@ -313,7 +314,7 @@ def measure_oom(folder: Path, broken: bool) -> dict[str, Any]:
 
 def judge_oom(figures: Figures) -> list[str]:
     """Wants a refusal, and the numbers of a run without one."""
-    problems = _differences("after a full device", figures["oracle"], figures["ours"])
+    problems = differences("after a full device", figures["oracle"], figures["ours"])
     if figures["ours"]["refusals"] < 1:
         problems.append("no pass was refused device memory")
     return problems
@@ -383,14 +384,14 @@ def _parity(name: str, promise: str, gpus: int = 1, *, dtype: str = "bf16") -> C
     )
 
 
-def _trained(*described: Any, runs: int, **more: Any) -> Check:
+def trained(*described: Any, runs: int, **more: Any) -> Check:
     """A check of so many runs, those of its control among them."""
     return Check(*described, needs=gpu_lacks.training, seconds=runs * RUN_S, **more)
 
 
 #: Those that teach more for their time come first.
 CHECKS = (
-    _trained(
+    trained(
         "registration",
         "the arena of a fresh process is registered, with zero.Init first",
         measure_registration,
@@ -399,7 +400,7 @@ CHECKS = (
         noticed_min=2,
         runs=2,
     ),
-    _trained(
+    trained(
         "contexts",
         "each rank has a context on its own device alone, whichever thread uses the device",
         measure_contexts,
@@ -410,7 +411,7 @@ CHECKS = (
         runs=2,
     ),
     _parity("parity-bf16", "losses and weights are those of CPU offload, in bf16"),
-    _trained(
+    trained(
         "parity-slices",
         "a batch in slices has the weights and losses of CPU offload's micro-steps",
         measure_slices,
@@ -419,7 +420,7 @@ CHECKS = (
         noticed_min=2,
         runs=4,
     ),
-    _trained(
+    trained(
         "parity-streams",
         "losses and weights are those of CPU offload with activations and steps during backward",
         measure_streams,
@@ -428,7 +429,7 @@ CHECKS = (
         noticed_min=2,
         runs=6,
     ),
-    _trained(
+    trained(
         "profile",
         "no copy of a step is of pageable memory",
         partial(measure_profile, breaks_pinning=True),
@@ -436,7 +437,7 @@ CHECKS = (
         "pin_memory is off, so that copies are of pageable memory",
         runs=3,
     ),
-    _trained(
+    trained(
         "overlap",
         f"kernels run during {OVERLAP_MIN:.0%} of the time of copies, and more",
         measure_profile,
@@ -445,7 +446,7 @@ CHECKS = (
         runs=3,
     ),
     _parity("nccl", "the same with 2 devices and NCCL", gpus=2),
-    _trained(
+    trained(
         "sanitizer",
         "TORCH_CUDA_SANITIZER=1 finds no race of streams but those of CPU offload",
         measure_sanitizer,
@@ -453,7 +454,7 @@ CHECKS = (
         "a tensor is used on two streams without order",
         runs=3,
     ),
-    _trained(
+    trained(
         "oom",
         "a pass that finds the device full can be made again, with the same numbers",
         measure_oom,
@@ -461,7 +462,7 @@ CHECKS = (
         "the device is not full",
         runs=4,
     ),
-    _trained(
+    trained(
         "no-caching",
         "PYTORCH_NO_CUDA_MEMORY_CACHING=1: the same numbers when freed memory is gone",
         measure_uncached,

@@ -108,10 +108,12 @@ def test_a_child_measures_the_contenders_that_can_run(
 ) -> None:
     monkeypatch.setattr(bench_gpu, "lack_of", no_lack)
     monkeypatch.setattr(
-        gpu_turns, "measure", lambda runs, machine, folder: {run.contender: 1 for run in runs}
+        gpu_turns,
+        "measure",
+        lambda runs, machine, folder, rounds: {run.contender: rounds for run in runs},
     )
-    found = bench_gpu.measured("qwen2.5-0.5b/4k/x1/in-turns", LARGE, tmp_path)
-    assert found == {"stock": 1, "memascend": 1}
+    found = bench_gpu.measured("qwen2.5-0.5b/4k/x1/in-turns", LARGE, tmp_path, 2)
+    assert found == {"stock": 2, "memascend": 2}
 
 
 @pytest.mark.deepspeed

@@ -228,3 +228,18 @@ def test_a_report_of_pytest_is_read_by_outcome(smoke: ModuleType, tmp_path: Path
     )
     found = smoke.suite.outcomes(report)
     assert found == {"passed": ["a.b"], "failed": ["a.c", "a.d"], "skipped": ["a.e"]}
+
+
+def test_muons_rates_are_wrong_in_its_control_alone(
+    smoke: ModuleType, runs: list[Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setattr(smoke.modes, "start", smoke.training.start)
+    monkeypatch.setattr(
+        smoke.modes, "result", lambda run: begun.append(run.config["optimizer"]["params"])
+    )
+    for broken in (False, True):
+        smoke.CHECKS["muon"].measure(tmp_path, broken)
+    whole, broken_runs = begun[:3], begun[3:]
+    assert whole[0] == whole[1] == whole[2] == broken_runs[0]
+    assert sum(one != whole[0] for one in broken_runs) == 1

@@ -126,6 +126,37 @@ FIGURES["parity-slices"] = (
         {"oracle": STOCK | {"losses": RUN["losses"][:1]}, "ours": MEANS | {"losses": ["8.45"]}},
     ],
 )
+RIGHT, WRONG = {"right": 5, "wrong": 0}, {"right": 0, "wrong": 5}
+GUESSES = {
+    name: {"oracle": STOCK, "ours": RUN | {"guesses": counts}}
+    for name, counts in (("right", RIGHT), ("wrong", WRONG))
+}
+FIGURES["guesses"] = (
+    GUESSES,
+    [
+        {"right": {"oracle": STOCK, "ours": RUN | {"guesses": WRONG}}},
+        {"wrong": {"oracle": STOCK, "ours": RUN | {"guesses": None}}},
+        {"wrong": {"oracle": STOCK, "ours": RUN | {"guesses": WRONG, "weights": "0"}}},
+    ],
+)
+FIGURES["auto"] = (
+    {"oracle": STOCK, "ours": RUN | {"guesses": {"right": 3, "wrong": 1}}},
+    [
+        {"ours": RUN | {"guesses": WRONG}},
+        {"ours": RUN | {"guesses": None}},
+        {"ours": RUN | {"guesses": RIGHT, "weights": "0"}},
+    ],
+)
+CODED = RUN | {"weights": "ab13"}
+FIGURES["eight-bits"] = (
+    {"fp32": RUN, "256KiB": CODED, "1MiB": CODED},
+    [
+        {"1MiB": CODED | {"weights": "0"}},
+        {"fp32": CODED},
+        {"fp32": RUN | {"losses": [*RUN["losses"][:3], "8.7,8.6"]}},
+    ],
+)
+FIGURES["muon"] = FIGURES["parity-bf16"]
 
 #: What controls change where that is more than the first of these.
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -147,8 +178,14 @@ def smoke() -> ModuleType:
 
 
 WRONG_RUN = RUN | {"losses": [*RUN["losses"][:3], "7.7,7.6"], "weights": "0"}
-PARITIES = ("parity-bf16", "parity-fp16", "parity-streams", "nccl")
+PARITIES = ("parity-bf16", "parity-fp16", "parity-streams", "nccl", "muon")
 CONTROLS |= {name: {"ours": WRONG_RUN} for name in PARITIES}
+CONTROLS["auto"] = {"ours": WRONG_RUN | {"guesses": RIGHT}}
+CONTROLS["eight-bits"] = {"1MiB": WRONG_RUN}
+CONTROLS["guesses"] = {
+    name: GUESSES[name] | {"ours": WRONG_RUN | {"guesses": GUESSES[name]["ours"]["guesses"]}}
+    for name in GUESSES
+}
 CONTROLS["parity-slices"] = {"ours": WRONG_RUN | {"losses": ["8.45", "8.25", "8.05", "7.65"]}}
 
 
@@ -391,7 +428,7 @@ def test_a_check_is_not_here_where_its_needs_are_not(
 def test_checks_without_training_come_before_all_others(smoke: ModuleType) -> None:
     names = list(smoke.CHECKS)
     assert names[:6] == ["refusals", "bandwidth", "kernels", "slots", "staging", "tiles"]
-    trained = [check.name for check in smoke.training.CHECKS]
+    trained = [check.name for check in (*smoke.training.CHECKS, *smoke.modes.CHECKS)]
     assert names[-len(trained) :] == trained
     assert trained[0] == "registration"
 
