@@ -1,4 +1,4 @@
-// The calculator of docs/calculator.md: the account of `memascend plan` for a decoder, in bytes.
+// The calculator of docs/memory.md: the account of `memascend plan` for a decoder, in bytes.
 // Sizes and models come from memascend/plan; tests/scripts/test_calculator.py compares the results, to the byte.
 // bf16, AdamW, one micro-step, every other key of the DeepSpeed JSON as `memascend plan` takes it without --config.
 "use strict";

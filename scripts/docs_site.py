@@ -24,12 +24,13 @@ PATTERNS = (
     "docs/**/*.md",
 )
 #: Where a page is on the site, when not under its own name.
-ADDRESSES = {"docs/start.md": "index.html", "README.md": "overview.html"}
+ADDRESSES = {"README.md": "index.html"}
 STYLE, ICON = "docs/pictures/site.css", "docs/pictures/icon.svg"
 #: Of one page alone.
-SCRIPTS = {"docs/calculator.md": "docs/calculator.js"}
+SCRIPTS = {"docs/memory.md": "docs/calculator.js"}
 #: Whose pages are about files beside them; on the site those are listed below the page.
-FOLDERS, FILES = ("configs", "examples"), ("*.json", "*.py", "*.yaml", "data/*.jsonl")
+FOLDERS = ("configs", "examples")
+FILES = ("*.json", "*.py", "*.yaml", "*/*.json", "*/*.py", "*/*.yaml", "data/*.jsonl")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"> ]+)"
@@ -60,30 +61,16 @@ def files_beside(document: Path) -> list[Path]:
     return sorted(path for pattern in FILES for path in document.parent.glob(pattern))
 
 
-def navigation(entries: list[Any]) -> list[Any]:
-    """Return the menu with the pages of every folder in it, without folders that have none."""
-    result: list[Any] = []
-    for entry in entries:
-        [(title, value)] = entry.items()
-        if isinstance(value, str) and value.endswith("/"):
-            names = [path.relative_to(ROOT).as_posix() for path in documents()]
-            value = [name for name in names if name.startswith(value)]
-        if value:
-            result.append({title: value})
-    return result
-
-
 def fetched_elsewhere(page: str) -> list[str]:
     """Return the addresses from which a reader's browser would fetch parts of a page."""
     return FETCHED.findall(page)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give headings the anchors that they have on GitHub, and the menu its folders."""
+    """Give headings the anchors that they have on GitHub."""
     from pymdownx.slugs import slugify
 
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    config.nav = navigation(config.nav or [])
     return config
 
 

@@ -2,7 +2,7 @@
 """Fuzzes the readers of headers, manifests and configs with atheris, a target after the other.
 
 Starts from inputs made by code, checks what tests/fuzz/targets.py says, and prints a table for
-docs/soak.md. An input that crashes, hangs or takes too much memory ends it and is kept in
+docs/design/testing.md. An input that crashes, hangs or takes too much memory ends it and is kept in
 build/fuzz. `make fuzz FUZZ_ARGS="--inputs 1000000"` is a long run.
 """
 

@@ -2,7 +2,7 @@
 """The soak (tests/cpp/soak) for a stated time, half of it under each sanitizer.
 
 It ends at the first thing that is wrong and prints how to repeat that round; otherwise it prints a
-table for docs/soak.md. `make soak SOAK_ARGS="--seconds 3600 --seed 7"` is an hour of it.
+table for docs/design/testing.md. `make soak SOAK_ARGS="--seconds 3600 --seed 7"` is an hour of it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Each has a file in scripts/frameworks: what its users install, its recipe of con
 makes that small enough for a small random model on a CPU, and how it resumes. Losses, norms and
 saved tensors must be equal to the last bit, in a whole run, a resumed one and one with LoRA; and
 memascend, installed behind the framework, must leave the releases that pip chose for it alone.
-Anything else ends the program with status 1. configs/recipes/README.md has what was printed.
+Anything else ends the program with status 1. configs/README.md has its table.
 
 An environment takes 2 to 4 GB, with a CUDA build of torch more, and is removed when its framework
 is done; a framework takes about ten minutes. PIP_ARGS are given to every pip. Not part of .ci/run.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memascend.errors import ConfigError
 
-#: Rates of a modest consumer drive with its cache full; docs/volumes.md has the reasons.
+#: Rates of a modest consumer drive with its cache full; docs/memory.md has the reasons.
 READ_GB_S, WRITE_GB_S = 3.0, 0.8
 
 

@@ -1,7 +1,7 @@
 """One pass over a larger batch gives what accumulation gives, with the trainers people use.
 
 Accumulation runs with DeepSpeed's CPU offload and without a block, one pass with everything on the
-drive. docs/one-pass.md has the table that these tests stand for.
+drive. docs/context.md has the table that these tests stand for.
 """
 
 from __future__ import annotations

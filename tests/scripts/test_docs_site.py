@@ -37,13 +37,8 @@ def named(entries: list[Any]) -> list[str]:
 
 def test_the_menu_has_every_document_once(site: ModuleType, config: Any) -> None:
     pages = [path.relative_to(ROOT).as_posix() for path in site.documents()]
-    assert sorted(named(site.navigation(config["nav"]))) == pages
+    assert sorted(named(config["nav"])) == pages
     assert "README.md" in pages
-
-
-def test_a_folder_in_the_menu_stands_for_its_pages(site: ModuleType) -> None:
-    menu = site.navigation([{"Files": "deploy/"}, {"None": "csrc/"}, {"Start": "docs/start.md"}])
-    assert menu == [{"Files": ["deploy/README.md"]}, {"Start": "docs/start.md"}]
 
 
 def test_no_two_pages_have_one_address(site: ModuleType) -> None:
@@ -92,12 +87,11 @@ def test_a_picture_is_described_and_needs_nothing_from_elsewhere(picture: Path) 
 
 
 def test_a_page_of_examples_has_their_files_and_others_have_none(site: ModuleType) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="examples/trainer/README.md"))
-    assert site.on_page_markdown("text", page).endswith(
-        "- [ds_config.json](ds_config.json)\n- [train.py](train.py)"
-    )
-    page.file.src_uri = "examples/README.md"
-    assert "[data/text.jsonl](data/text.jsonl)" in site.on_page_markdown("text", page)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="examples/README.md"))
+    listed = site.on_page_markdown("text", page)
+    assert "- [trainer/ds_config.json](trainer/ds_config.json)" in listed
+    assert "- [trainer/train.py](trainer/train.py)" in listed
+    assert "- [data/text.jsonl](data/text.jsonl)" in listed
     page.file.src_uri = "docs/memory.md"
     assert site.on_page_markdown("text", page) == "text"
     named = ("examples/trainer/train.py", "examples/data/text.jsonl", "configs/nvme_gpu.json")
@@ -105,8 +99,8 @@ def test_a_page_of_examples_has_their_files_and_others_have_none(site: ModuleTyp
 
 
 def test_a_page_with_a_program_gets_it_and_others_do_not(site: ModuleType) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="docs/calculator.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="docs/memory.md"))
     assert site.on_page_content("text", page).endswith('<script src="calculator.js"></script>')
-    page.file.src_uri = "docs/memory.md"
+    page.file.src_uri = "docs/faq.md"
     assert site.on_page_content("text", page) == "text"
     assert all((ROOT / script).is_file() for script in site.SCRIPTS.values())

@@ -1,1 +1,1 @@
-"""An emulated accelerator, "sim", with CUDA's rules of order: docs/design/device.md."""
+"""An emulated accelerator, "sim", with CUDA's rules of order: docs/design/testing.md."""
