@@ -24,6 +24,7 @@ DEVICE_SEEDS ?= 0,1,2,3,4,5,6,7,8,9,10
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
 DEMO_ARGS ?=
+SHOWCASE_ARGS ?=
 
 # Tools of the site alone, which neither tests nor training have beside them.
 DOCS := .venv/docs
@@ -42,7 +43,7 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all compiler environment demo test test-all test-root lint type test-cpp docs bench bench-memory
+.PHONY: help all compiler environment demo showcase test test-all test-root lint type test-cpp docs bench bench-memory
 .PHONY: bench-step bench-overlap bench-forms bench-formats bench-context bench-volumes kill-test soak fuzz clean
 .PHONY: device test-device
 .PHONY: test-releases test-versions test-frameworks
@@ -62,6 +63,9 @@ environment: ## system packages, .venv, DeepSpeed's operators
 demo: environment ## the same fine-tune with stock DeepSpeed and with memascend, side by side
 	$(BIN)/memascend compare --out $(DEMO_OUT) -- deepspeed --num_gpus 1 scripts/finetune.py \
 	    --deepspeed_config $(DEMO_CONFIG) $(DEMO_ARGS)
+
+showcase: environment ## two steps of 3.2 billion parameters on the CPU, in a few GiB of RAM and 48 GiB of drive
+	$(BIN)/python scripts/showcase.py $(SHOWCASE_ARGS)
 
 device: environment # the emulated device that tests/device trains on
 	@$(BIN)/python -m tests.device.emulator.build
@@ -145,4 +149,4 @@ fuzz: environment ## headers, manifests and configs that somebody else may have 
 	$(BIN)/python scripts/fuzz.py $(FUZZ_ARGS)
 
 clean: ## what was built, and what the demo left on the drive; not the environment
-	rm -rf build dist memascend/_core*.so demo-out nvme_swap
+	rm -rf build dist memascend/_core*.so demo-out showcase-out nvme_swap

@@ -8,6 +8,7 @@ What the DeepSpeed JSON says is what runs; this file knows nothing of how parame
     python scripts/finetune.py --model ~/models/Qwen2.5-7B --text notes/ --deepspeed_config my.json
 
 `--model` is a local Hugging Face folder, or the name of a shape below: random weights, no download.
+A folder with a config.json alone has random weights, too.
 Rank 0 prints one line per step, `step N loss X time S`; X has every digit, so runs can be compared.
 """
 
@@ -180,12 +181,16 @@ def training_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def build_model(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """Loads a local folder, or builds a named shape with random weights.
+    """Loads a local folder, or builds a named shape or a folder's config.json: random weights.
 
     With ZeRO-3 configured transformers enters `deepspeed.zero.Init` here by itself, so that no rank
     ever holds the whole model.
     """
     if Path(name).is_dir():
+        folder = Path(name)
+        if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         return transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, local_files_only=True
         )

@@ -14,14 +14,11 @@ import pytest
 from memascend.base import charts
 from memascend.base.units import MIB
 from memascend.cli.compare import command as compare
-from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run
 from memascend.cli.compare.warm_up import WarmUp
 from memascend.cli.main import main
 from memascend.errors import ConfigError
-from memascend.ledger.trace import PHASES
 from memascend.system.processes import Sample
-from tests.support.source_tree import ROOT
 
 # Stands for a training run: says that it is armed when it is not off, and then takes less memory.
 TRAINING = """
@@ -76,37 +73,6 @@ def test_that_there_will_be_no_charts_is_said_before_the_runs(
     assert lines[0].startswith("report.html will have no charts: matplotlib cannot be imported")
     assert lines[0].endswith("pip install 'memascend[plot]'")
     assert "This page has no charts" in (tmp_path / "out" / "report.html").read_text("utf-8")
-
-
-@pytest.mark.deepspeed
-@pytest.mark.full
-def test_a_real_run_is_shown_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
-    script, config = ROOT / "scripts" / "finetune.py", ROOT / "configs" / "nvme_cpu.json"
-    options = ["--model", "llama-3-tiny", "--steps", "3", "--nvme-path", str(tmp_path / "swap")]
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)),
-        *("--deepspeed_config", str(config), *options),
-    ]
-    pages: list[Report] = []
-    monkeypatch.setattr(compare, "write_page", lambda report, path: pages.append(report))
-    status, found = compare_here(
-        tmp_path, "--no-warm-up", "--columns", "memascend", command=command
-    )
-    [run] = found["columns"]["memascend"]["runs"]
-    assert status == 0, run["problem"]
-    recording = pages[0].runs[0].recording
-    assert recording.step_count == len(run["losses"]) == 3
-    phases = [mark.phase for mark in recording.marks if mark.phase in PHASES]
-    assert phases[:7] == [*PHASES, *PHASES[:3]]
-    last = recording.marks[-1].measures
-    assert last.read_bytes > 0
-    assert last.written_bytes > 0
-    assert {"optimizer tiles", "staging slots"} <= set(last.components)
-    assert {row["component"] for row in recording.ledger["rows"]} >= set(last.components)
-    elapsed_s = recording.marks[-1].time_s - recording.marks[0].time_s
-    assert 0 < last.drive_wait_s < elapsed_s
-    assert last.device_wait_s == 0  # the CPU
 
 
 # -- with runs that do not take place --------------------------------------------------------------
