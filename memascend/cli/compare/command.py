@@ -31,6 +31,7 @@ from memascend.cli.compare.run import (
     columns_by_name,
     run_column,
 )
+from memascend.cli.compare.trainer_state import output_folders, read_all_digits, use_all_digits
 from memascend.cli.compare.warm_up import WarmUp, warm_up
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError
@@ -52,6 +53,7 @@ class Target:
 
     config: dict[str, Any] | None  # the DeepSpeed configuration, None when no argument is one
     folders: tuple[Path, ...]  # where it offloads to
+    outputs: tuple[Path, ...] = ()  # where a Trainer writes its state
 
     @property
     def has_block(self) -> bool:
@@ -123,6 +125,7 @@ def compare_command(args: argparse.Namespace) -> int:
         raise UnsupportedDeepSpeedError(found.refusal)  # before hours of stock's run
     skipped = _skipped(found, target, columns)
     runs = _run_all(console, [c for c in columns if c.name not in skipped], target, args)
+    use_all_digits(runs)
     report = Report(command, found.baseline_bytes, runs, skipped, target.config or {})
     for text in compare_report.failures(report):
         console.print(text, style="red")
@@ -222,7 +225,7 @@ def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target
         for part in (zero.offload_param, zero.offload_optimizer)
         if part.device == "nvme" and part.nvme_path
     ]
-    return Target(config, tuple(dict.fromkeys(named[:1] or configured)))
+    return Target(config, tuple(dict.fromkeys(named[:1] or configured)), output_folders(words))
 
 
 def _split_option(word: str) -> list[str]:
@@ -325,6 +328,7 @@ def _run(
             on_line=live.hear,
             number=number,
         )
+    read_all_digits(run, target.outputs)
     outcome = f"failed: {run.problem}" if run.problem else "done"
     console.print(f"{title}: {outcome} after {run.elapsed_s:.1f} s")
     return run

@@ -24,6 +24,8 @@ from memascend.system.files import replace_durably
 from memascend.system.mounts import PROC, read_lines
 
 LOG_TAIL_LINE_COUNT = 25
+#: Losses printed with no more significant digits are rounded: a float has 9 or 17.
+FEW_DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,14 @@ class Report:
         count = len(complete[0].losses)
         if len(complete) < 2:
             return f"{count} printed, nothing to compare them with"
-        return self.loss_difference or f"{count} printed, all equal to the last digit"
+        if self.loss_difference:
+            return self.loss_difference
+        if all(run.exact_losses for run in complete):
+            return f"{count} in trainer_state.json, all equal to the last digit"
+        digits = max(_digit_count(loss) for run in complete for loss in run.losses)
+        if digits <= FEW_DIGITS:
+            return f"{count} printed, all equal as printed, with at most {digits} digits"
+        return f"{count} printed, all equal to the last digit"
 
     @property
     def exit_status(self) -> int:
@@ -198,6 +207,12 @@ def _result(runs: Sequence[Run]) -> str:
     if not failed:
         return "ok"
     return "failed" if len(runs) == 1 else f"{failed} of {len(runs)} failed"
+
+
+def _digit_count(number: str) -> int:
+    """Return the number of significant digits of a printed number; 0 for nan and inf."""
+    mantissa = number.lower().partition("e")[0]
+    return len("".join(filter(str.isdigit, mantissa)).lstrip("0"))
 
 
 def _first_difference(first: Run, other: Run) -> str:

@@ -63,6 +63,7 @@ class Run:
     elapsed_s: float = 0.0
     #: The printed losses, as text: equality of runs is equality of every digit.
     losses: list[str] = field(default_factory=list)
+    exact_losses: list[str] = field(default_factory=list)  # of trainer_state.json, if it has them
     loss_times_s: list[float] = field(default_factory=list)  # when it printed each, since its start
     samples: list[Sample] = field(default_factory=list)
     #: Samples of the drives that it offloads to.

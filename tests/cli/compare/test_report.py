@@ -93,6 +93,17 @@ def test_the_verdict_says_what_was_compared(
     assert as_json(report, tmp_path)["losses_equal"] is are_equal
 
 
+def test_rounded_losses_are_not_called_equal_to_the_last_digit() -> None:
+    runs = [make_run(name, "8.377", "0.0123", "nan") for name in ("stock", "memascend")]
+    assert "all equal as printed, with at most 4 digits" in make_report(*runs).loss_verdict
+    for run in runs:
+        run.exact_losses = run.losses
+    verdict = make_report(*runs).loss_verdict
+    assert verdict == "3 in trainer_state.json, all equal to the last digit"
+    exact = [make_run(name, "8.37695312", "2.0") for name in ("stock", "memascend")]
+    assert make_report(*exact).loss_verdict == "2 printed, all equal to the last digit"
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 
