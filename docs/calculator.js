@@ -63,6 +63,17 @@ const NUMBERS = {
       "is_tied": false,
       "has_bias": false
     },
+    "Mistral-Small-24B-Base-2501": {
+      "layers": 40,
+      "hidden": 5120,
+      "inner": 32768,
+      "experts": 0,
+      "queries": 4096,
+      "keys": 1024,
+      "vocabulary": 131072,
+      "is_tied": false,
+      "has_bias": false
+    },
     "Mixtral-8x7B": {
       "layers": 32,
       "hidden": 4096,
@@ -91,6 +102,17 @@ const NUMBERS = {
       "inner": 27648,
       "experts": 0,
       "queries": 5120,
+      "keys": 1024,
+      "vocabulary": 152064,
+      "is_tied": false,
+      "has_bias": true
+    },
+    "Qwen2.5-72B": {
+      "layers": 80,
+      "hidden": 8192,
+      "inner": 29568,
+      "experts": 0,
+      "queries": 8192,
       "keys": 1024,
       "vocabulary": 152064,
       "is_tied": false,

@@ -28,7 +28,7 @@ import psutil
 from memascend.base.units import GIB, format_nbytes
 from memascend.cli.config import LOOP, config_for
 from memascend.cli.main import main as run_memascend
-from memascend.cli.plan import find_model
+from memascend.cli.plan_models import find_model
 from memascend.errors import ConfigError
 from memascend.plan.context import HOST_RESERVE_BYTES
 from memascend.plan.shapes import ModelShapes

@@ -40,6 +40,7 @@ from memascend.cli.plan_context import (
     print_context,
     whole_number,
 )
+from memascend.cli.plan_models import find_model
 from memascend.cli.plan_notes import notes_of, warnings_of
 from memascend.cli.plan_plot import plot
 from memascend.cli.plan_time import (
@@ -50,10 +51,9 @@ from memascend.cli.plan_time import (
     time_json,
 )
 from memascend.config.deepspeed import parse_deepspeed
-from memascend.errors import ConfigError
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import Footprint
-from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
+from memascend.plan.shapes import builtin, builtin_names
 from memascend.plan.stock import StockPlan
 
 BILLION = 10**9
@@ -71,7 +71,8 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         nargs="?",
         metavar="MODEL",
         help="a name on the Hub, such as Qwen/Qwen3-8B; a config.json, a .safetensors file, its "
-        "index or a model's folder. Known names: " + ", ".join(builtin_names()),
+        "index or a model's folder; where transformers is installed, any config.json that it "
+        "knows. Known names: " + ", ".join(builtin_names()),
     )
     parser.add_argument("--config", type=Path, help="a DeepSpeed JSON (default: see the output)")
     parser.add_argument(
@@ -145,27 +146,6 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(accounts.columns(), accounts.shapes.name, args.plot)
     return 0
-
-
-def find_model(name: str) -> ModelShapes:
-    """Return the shapes of a model, from a path or the name of a built-in model.
-
-    Raises:
-        ConfigError: No such path or model, or it cannot be read.
-    """
-    path = Path(name)
-    if path.is_dir():
-        if (path / "config.json").exists():
-            try:
-                return from_config(path / "config.json")  # exact, also in the order of tensors
-            except ConfigError:
-                if not any(path.glob("*.safetensors")):
-                    raise
-        return from_safetensors(path, name=path.resolve().name)
-    if path.is_file():
-        is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
-        return from_config(path) if is_config else from_safetensors(path)
-    return builtin(name)
 
 
 def markdown(rows: list[Accounts]) -> str:

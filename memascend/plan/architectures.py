@@ -40,17 +40,23 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict
     return [*tensors, ("lm_head.weight", tensors[0][1])], {}
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return whether the architecture of a config.json is known here."""
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in _ARCHITECTURES
+
+
 def numbers_of(config: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a config.json; raise ConfigError if its architecture is unknown."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
+    if not is_known(config):
         raise ConfigError(
             f"cannot derive the tensors of a config.json with model_type={show_json(model_type)}. "
-            f"Known: "
-            f"{', '.join(sorted(_ARCHITECTURES))}. Other ways that work for every model: a "
-            ".safetensors file, index or folder, or shapes.from_module(module) in a program"
+            f"Known: {', '.join(sorted(_ARCHITECTURES))}; where transformers is installed, all "
+            "that it knows. Other ways that work for every model: a .safetensors file, index or "
+            "folder, or shapes.from_module(module) in a program"
         )
-    return Numbers(model_type, config, _DEFAULTS[model_type])
+    return Numbers(str(model_type), config, _DEFAULTS[str(model_type)])
 
 
 class Numbers:
@@ -63,14 +69,14 @@ class Numbers:
         self._config = config
         self._defaults = defaults
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1; raise ConfigError for any other value."""
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number of at least `least`; raise ConfigError for any other value."""
         value = self._value(key, default)
         maximum = LAYER_COUNT_MAX if key in _LAYER_KEYS else COUNT_MAX
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= maximum:
             raise ConfigError(
-                f"config.json: {key} must be a whole number of at least 1 and at most {maximum}, "
-                f"got {show_json(value)}. Is this the config.json of the model itself?"
+                f"config.json: {key} must be a whole number of at least {least} and at most "
+                f"{maximum}, got {show_json(value)}. Is this the config.json of the model itself?"
             )
         return value
 
@@ -80,6 +86,10 @@ class Numbers:
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} must be true or false, got {show_json(value)}")
         return value
+
+    def is_null(self, key: str) -> bool:
+        """Return whether a key is there without a value."""
+        return key in self._config and self._config[key] is None
 
     def check(self, key: str, only: object) -> None:
         """Raise ConfigError if a key states another value than the only one that is known here."""
@@ -101,15 +111,24 @@ Parts = Callable[[Numbers, str], Tensors]
 
 
 def _decoder(
-    numbers: Numbers, mlp: Parts, attention: Parts | None = None, norms: tuple[str, ...] = _NORMS
+    numbers: Numbers,
+    mlp: Parts,
+    attention: Parts | None = None,
+    norms: tuple[str, ...] = _NORMS,
+    mlp_name: str = "mlp",
+    dense_key: str = "",
 ) -> Tensors:
-    """Yield the tensors of a decoder; families differ in attention, MLP and norms of a layer."""
+    """Yield the tensors of a decoder; families differ in attention, MLP and norms of a layer.
+
+    If `dense_key` is given, the first layers, of that number, have no experts.
+    """
     hidden = numbers.count("hidden_size")
     yield "model.embed_tokens.weight", (numbers.count("vocab_size"), hidden)
+    dense = numbers.count(dense_key, least=0) if dense_key else 0
     for layer in range(numbers.count("num_hidden_layers")):
         prefix = f"model.layers.{layer}"
         yield from (attention or _attention)(numbers, f"{prefix}.self_attn")
-        yield from mlp(numbers, f"{prefix}.mlp")
+        yield from (_dense if layer < dense else mlp)(numbers, f"{prefix}.{mlp_name}")
         for norm in norms:
             yield f"{prefix}.{norm}.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
@@ -138,6 +157,25 @@ def _attention_with_sinks(numbers: Numbers, prefix: str) -> Tensors:
     yield from _attention(numbers, prefix)
 
 
+def _latent_attention(numbers: Numbers, prefix: str) -> Tensors:
+    """Yield DeepSeek's attention, whose queries, keys and values go through narrow projections."""
+    numbers.check("attention_bias", False)
+    hidden, heads = numbers.count("hidden_size"), numbers.count("num_attention_heads")
+    rope, plain = numbers.count("qk_rope_head_dim"), numbers.count("qk_nope_head_dim")
+    values, narrow = numbers.count("v_head_dim"), numbers.count("kv_lora_rank")
+    if numbers.is_null("q_lora_rank"):
+        yield f"{prefix}.q_proj.weight", (heads * (rope + plain), hidden)
+    else:
+        rank = numbers.count("q_lora_rank")
+        yield f"{prefix}.q_a_proj.weight", (rank, hidden)
+        yield f"{prefix}.q_a_layernorm.weight", (rank,)
+        yield f"{prefix}.q_b_proj.weight", (heads * (rope + plain), rank)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (narrow + rope, hidden)
+    yield f"{prefix}.kv_a_layernorm.weight", (narrow,)
+    yield f"{prefix}.kv_b_proj.weight", (heads * (plain + values), narrow)
+    yield f"{prefix}.o_proj.weight", (hidden, heads * values)
+
+
 def _fused_attention(numbers: Numbers, prefix: str) -> Tensors:
     hidden = numbers.count("hidden_size")
     heads = numbers.count("num_attention_heads")
@@ -150,6 +188,10 @@ def _fused_attention(numbers: Numbers, prefix: str) -> Tensors:
 def _dense(numbers: Numbers, prefix: str) -> Tensors:
     hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
     has_bias = numbers.flag("mlp_bias_allowed") and numbers.flag("mlp_bias")
+    yield from _gated(prefix, inner, hidden, has_bias)
+
+
+def _gated(prefix: str, inner: int, hidden: int, has_bias: bool = False) -> Tensors:
     yield from _linear(f"{prefix}.gate_proj", inner, hidden, has_bias)
     yield from _linear(f"{prefix}.up_proj", inner, hidden, has_bias)
     yield from _linear(f"{prefix}.down_proj", hidden, inner, has_bias)
@@ -178,6 +220,27 @@ def _narrow_experts(numbers: Numbers, prefix: str) -> Tensors:
     yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner, hidden)
     yield f"{prefix}.experts.down_proj", (experts, hidden, inner)
     yield f"{prefix}.gate.weight", (experts, hidden)
+
+
+def _shared_experts(numbers: Numbers, prefix: str) -> Tensors:
+    """Yield DeepSeek's experts, and those that every token goes to."""
+    hidden, inner = numbers.count("hidden_size"), numbers.count("moe_intermediate_size")
+    experts, shared = numbers.count("n_routed_experts"), numbers.count("n_shared_experts")
+    yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{prefix}.experts.down_proj", (experts, hidden, inner)
+    yield f"{prefix}.gate.weight", (experts, hidden)
+    yield from _gated(f"{prefix}.shared_experts", shared * inner, hidden)
+
+
+def _experts_and_one(numbers: Numbers, prefix: str) -> Tensors:
+    """Yield the experts of Llama 4; layers without experts are not known here."""
+    numbers.check("interleave_moe_layer_step", 1)
+    hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
+    experts = numbers.count("num_local_experts")
+    yield f"{prefix}.experts.gate_up_proj", (experts, hidden, 2 * inner)
+    yield f"{prefix}.experts.down_proj", (experts, inner, hidden)
+    yield f"{prefix}.router.weight", (experts, hidden)
+    yield from _gated(f"{prefix}.shared_expert", inner, hidden)
 
 
 def _experts_with_bias(numbers: Numbers, prefix: str) -> Tensors:
@@ -238,6 +301,10 @@ _ARCHITECTURES: dict[str, Callable[[Numbers], Tensors]] = {
     "phi3": lambda numbers: _decoder(numbers, _fused_dense, _fused_attention),
     "olmo2": lambda numbers: _decoder(numbers, _dense, norms=_NORMS_AFTER),
     "gemma3_text": lambda numbers: _decoder(numbers, _dense, norms=_NORMS_AROUND),
+    "deepseek_v3": lambda numbers: _decoder(
+        numbers, _shared_experts, _latent_attention, dense_key="first_k_dense_replace"
+    ),
+    "llama4_text": lambda numbers: _decoder(numbers, _experts_and_one, mlp_name="feed_forward"),
     "gpt2": _gpt2,
 }
 
@@ -272,6 +339,24 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
+    },
+    "deepseek_v3": {
+        "num_attention_heads": 128,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+    },
+    "llama4_text": {
+        "attention_bias_allowed": True,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_local_experts": 16,
     },
     "gpt2": {"tie_word_embeddings": True, "n_positions": 1024},
 }

@@ -56,7 +56,7 @@ _EXPERTS = {
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
 }
 #: Architectures whose layers were not compared with the formulae.
-_UNKNOWN = ("gemma3_text", "gpt_oss", "olmo2", "phi3")
+_UNKNOWN = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama4_text", "olmo2", "phi3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,13 +72,13 @@ def test_a_model_may_be_a_config_a_folder_or_safetensors(
     exact = as_json(capsys, str(config))["parameters"]
     assert as_json(capsys, str(folder))["parameters"] == exact
     assert as_json(capsys, str(weights))["parameters"] == 8
-    config.write_text(json.dumps({"model_type": "mamba"}))
+    config.write_text(json.dumps({"model_type": "no-such-model"}))
     assert as_json(capsys, str(folder))["parameters"] == 8
     assert main(["plan", str(folder)]) == 0
     assert "[tiny]: 0.00 billion" in capsys.readouterr().out
     weights.unlink()
     assert main(["plan", str(folder)]) == 1
-    assert '"mamba"' in capsys.readouterr().err
+    assert '"no-such-model"' in capsys.readouterr().err
 
 
 def test_a_configuration_decides_what_is_planned(

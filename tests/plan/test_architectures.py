@@ -13,6 +13,16 @@ from memascend.plan.shapes import from_module
 from tests.support.plan_models import SMALL
 
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+LATENT = SMALL | {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 12,
+}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", SMALL),
     ("llama", SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -38,6 +48,11 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", SMALL | {"attention_bias": True}),
     ("gemma3_text", SMALL),
     ("gemma3_text", SMALL | {"head_dim": 16, "tie_word_embeddings": False}),
+    ("deepseek_v3", LATENT),
+    ("deepseek_v3", LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
+    ("deepseek_v3", LATENT | {"first_k_dense_replace": 0}),
+    ("llama4_text", SMALL | {"num_local_experts": 4}),
+    ("llama4_text", SMALL | {"head_dim": 16, "tie_word_embeddings": True}),
     ("gpt2", GPT2),
     ("gpt2", GPT2 | {"n_inner": 40, "tie_word_embeddings": False}),
 ]

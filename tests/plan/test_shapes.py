@@ -120,7 +120,11 @@ def test_built_in_models_have_their_published_sizes() -> None:
     assert builtin("Qwen/Qwen3-30B-A3B").numel == 30_532_122_624
     assert builtin("microsoft/phi-4").numel == 14_659_507_200
     assert builtin("openai/gpt-oss-20b").numel == 20_914_757_184
+    assert builtin("openai/gpt-oss-120b").numel == 116_829_156_672
     assert builtin("google/gemma-3-12b-it").numel == 11_766_034_176
+    assert round(builtin("deepseek-ai/DeepSeek-V3").numel / 1e9) == 671
+    assert builtin("Qwen/Qwen3-0.6B").numel == 596_049_920
+    assert round(builtin("Qwen/Qwen3-235B-A22B").numel / 1e9) == 235
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_a_name_on_the_hub_is_a_built_in_model(name: str, model: str) -> None:
 
 
 def test_every_built_in_model_names_its_source() -> None:
-    assert len(builtin_names()) == 18
+    assert len(builtin_names()) == 27
     for name in builtin_names():
         content = json.loads((ROOT / "memascend" / "plan" / "models" / f"{name}.json").read_text())
         assert content["source"].startswith("https://huggingface.co/")

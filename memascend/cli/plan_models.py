@@ -1,0 +1,100 @@
+"""The model of `memascend plan`: a built-in name, or a path.
+
+A config.json of an architecture that is not built in is read by transformers where that is
+installed: the model is built on the meta device, without weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from memascend.base.json_text import read_json_object
+from memascend.errors import ConfigError
+from memascend.plan.architectures import LAYER_COUNT_MAX, is_known
+from memascend.plan.shapes import ModelShapes, builtin, from_config, from_module, from_safetensors
+
+#: Classes of transformers to try for a config.json that names none, the most usual first.
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModel",
+)
+
+
+def find_model(name: str) -> ModelShapes:
+    """Return the shapes of a model, from a path or the name of a built-in model.
+
+    Raises:
+        ConfigError: No such path or model, or it cannot be read.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            try:
+                return read_config(path / "config.json")  # exact, also in the order of tensors
+            except ConfigError:
+                if not any(path.glob("*.safetensors")):
+                    raise
+        return from_safetensors(path, name=path.resolve().name)
+    if path.is_file():
+        is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
+        return read_config(path) if is_config else from_safetensors(path)
+    return builtin(name)
+
+
+def read_config(path: Path) -> ModelShapes:
+    """Return the shapes of a config.json: by our own reading, else by that of transformers.
+
+    Raises:
+        ConfigError: Unreadable, or of an architecture that neither knows.
+    """
+    content = read_json_object(path)
+    if is_known(content) or importlib.util.find_spec("transformers") is None:
+        return from_config(path)
+    try:
+        found = from_module(build_on_meta(content), path.resolve().parent.name)
+    except Exception as error:  # transformers raises many kinds
+        try:
+            return from_config(path)
+        except ConfigError as known:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{known}. transformers cannot build it: {reason}") from error
+    return dataclasses.replace(found, config=content)
+
+
+def build_on_meta(content: Mapping[str, Any]) -> Any:
+    """Return the module that transformers builds from a config.json, without memory for weights.
+
+    The class is that which the file names as its architecture, else the first of the automatic ones
+    that takes it. Code that comes with a model is not run.
+
+    Raises:
+        Exception: As transformers raises for a file that it cannot use.
+    """
+    for part in (content, *(value for value in content.values() if isinstance(value, Mapping))):
+        layers = part.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > LAYER_COUNT_MAX:
+            raise ConfigError(f"num_hidden_layers={layers} is more than {LAYER_COUNT_MAX}")
+    import torch
+    import transformers
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # advice on how to run the model
+    numbers = {key: value for key, value in content.items() if key != "model_type"}
+    config = transformers.AutoConfig.for_model(content["model_type"], **numbers)
+    with torch.device("meta"):
+        for name in content.get("architectures") or ():
+            named = getattr(transformers, str(name), None)
+            if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+                return cast(Any, named)._from_config(config)
+        for name in _AUTO_CLASSES:
+            known = getattr(transformers, name, None)
+            if known is not None and type(config) in known._model_mapping:
+                return known.from_config(config, trust_remote_code=False)
+    raise ConfigError(f"no model is known for model_type={content['model_type']}")

@@ -1,0 +1,87 @@
+"""The model of `memascend plan`: built in, from files, or as transformers builds it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.cli import plan_models
+from memascend.cli.main import main
+from memascend.cli.plan_models import build_on_meta, find_model
+from memascend.errors import ConfigError
+from tests.support.plan_models import SMALL
+
+#: A family that is not built in.
+GRANITE: dict[str, Any] = {"model_type": "granite", **SMALL}
+T5 = {"model_type": "t5", "vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_a_config_of_another_family_is_built_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = write(tmp_path / "granite-small", GRANITE)
+    for name in (path, path.parent):
+        shapes = find_model(str(name))
+        assert shapes.name == "granite-small"
+        names = [tensor.name for tensor in shapes.tensors]
+        assert names[0] == "model.embed_tokens.weight"
+        assert "model.layers.1.mlp.down_proj.weight" in names
+        assert shapes.config == GRANITE
+
+
+def test_the_class_is_that_of_the_file_else_the_first_that_takes_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    named = build_on_meta(T5 | {"architectures": ["T5EncoderModel"]})
+    assert type(named) is transformers.T5EncoderModel
+    for nonsense in ([], None, ["Trainer"], [3]):
+        built = build_on_meta(T5 | {"architectures": nonsense})
+        assert type(built) is transformers.T5ForConditionalGeneration
+    assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        (GRANITE | {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+        (T5 | {"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000"),
+        (GRANITE | {"hidden_size": "wide"}, "hidden_size"),
+        ({"vocab_size": 3}, "model_type"),
+    ],
+)
+def test_the_reason_of_transformers_is_told_beside_the_known_families(
+    tmp_path: Path, content: dict[str, Any], reason: str
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"Known: .*llama.*safetensors") as caught:
+        find_model(str(write(tmp_path, content)))
+    assert reason in str(caught.value).rpartition("transformers cannot build it: ")[2]
+
+
+def test_without_transformers_the_known_families_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_models, "build_on_meta", lambda content: pytest.fail("was built"))
+    assert main(["plan", str(write(tmp_path, GRANITE))]) == 1
+    assert "where transformers is installed" in capsys.readouterr().err
+
+
+def test_a_known_family_needs_no_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_models, "build_on_meta", lambda content: pytest.fail("was built"))
+    shapes = find_model(str(write(tmp_path / "mine", {"model_type": "llama", **SMALL})))
+    assert shapes.name == "mine"
+    with pytest.raises(ConfigError, match="num_hidden_layers must be"):
+        find_model(str(write(tmp_path, {"model_type": "llama", **SMALL, "num_hidden_layers": 0})))
