@@ -58,6 +58,12 @@ def plans() -> list[str]:
     return sorted(found)
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep rates of drives elsewhere than for the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture(scope="module")
 def sources() -> str:
     """Return the text of all programs of ours but `memascend`."""

@@ -90,8 +90,8 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--path",
         type=Path,
-        help="folder on the drive, for its free space and measured rates (default: the config's, "
-        "else .)",
+        help="folder on the drive, for its free space; its rates are measured once for some "
+        "seconds, unless they are known or stated (default: the config's, else ., not measured)",
     )
     parser.add_argument("--verbose", action="store_true", help="all columns, and notes")
     parser.add_argument("--json", action="store_true", help="machine-readable output")

@@ -209,8 +209,7 @@ def _fits(answer: Answer) -> str:
 
 def _step(answer: Answer, args: argparse.Namespace) -> str:
     rates = args.drive.rates
-    source = "assumed" if "assumed" in args.drive.source else args.drive.source.split()[0]
-    at = f"{rates.read_gb_s:.3g} GB/s read, {rates.write_gb_s:.3g} written ({source})"
+    at = f"{rates.read_gb_s:.3g} GB/s read, {rates.write_gb_s:.3g} written ({args.drive.kind})"
     text = f"{answer.step_seconds:.0f} s or longer, at {at}"
     if answer.tokens is None:
         return text

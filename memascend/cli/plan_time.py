@@ -7,14 +7,16 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from memascend.base.units import format_nbytes
+from memascend.cli.plan_drive import short_rates
 from memascend.config.environment import cache_directory
 from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.drive_rates import READ_GB_S, WRITE_GB_S, DriveRates
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
-from memascend.volumes.kept import kept_rates
+from memascend.volumes.kept import KeptRates, kept_rates
 
 #: A share of the gradients above that of an embedding and a head, which find no room by default.
 HELD_UP_MIN = 0.25
@@ -26,6 +28,7 @@ class CountedRates:
 
     rates: DriveRates
     source: str  # a sentence
+    kind: str  # the same in a word or two
 
 
 def add_time_options(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +64,14 @@ def rates_of(args: argparse.Namespace, paths: Sequence[str] = ()) -> CountedRate
     """Return the rates to count with: those stated, else those measured, else the defaults.
 
     `paths` are the folders or devices of the volumes. Their measured rates are used only if no rate
-    is stated, as rates of one drive belong together.
+    is stated, as rates of one drive belong together. A drive that --path names is measured.
     """
     names = ("read", "write", "mixed")
     stated = {name: value for name in names if (value := getattr(args, f"drive_{name}"))}
     if not stated and (found := measured_rates(paths)):
         return found
+    if not stated and args.path is not None and (short := short_rates(args.path)):
+        return _of_short(short, args.path)
     assumed = [name for name in ("read", "write") if name not in stated]
     source = "as stated"
     if assumed:
@@ -76,7 +81,24 @@ def rates_of(args: argparse.Namespace, paths: Sequence[str] = ()) -> CountedRate
         )
     if "mixed" not in stated:
         source += "; reads and writes are taken to take turns"
-    return CountedRates(DriveRates(**{f"{name}_gb_s": stated[name] for name in stated}), source)
+    rates = DriveRates(**{f"{name}_gb_s": stated[name] for name in stated})
+    return CountedRates(rates, source, "assumed" if assumed else "stated")
+
+
+def _of_short(found: KeptRates, path: Path) -> CountedRates:
+    """Return the rates after a short measurement.
+
+    A write cache may have taken its writes, so they are counted as those of a modest drive if they
+    were faster.
+    """
+    source = f"measured for some seconds on {path}"
+    if found.write_gb_s <= WRITE_GB_S:
+        return CountedRates(DriveRates(**asdict(found)), source, "measured")
+    source += (
+        f"; writes are counted at {WRITE_GB_S:g} of {found.write_gb_s:.3g} GB/s, since a write "
+        "cache may have taken them: `memascend volume bench --sustained` measures yours"
+    )
+    return CountedRates(DriveRates(read_gb_s=found.read_gb_s), source, "writes assumed")
 
 
 def measured_rates(paths: Sequence[str]) -> CountedRates | None:
@@ -85,7 +107,7 @@ def measured_rates(paths: Sequence[str]) -> CountedRates | None:
     if found is None:
         return None
     source = f"measured by `memascend volume bench --sustained` on {', '.join(paths)}"
-    return CountedRates(DriveRates(**asdict(found)), source)
+    return CountedRates(DriveRates(**asdict(found)), source, "measured")
 
 
 def describe_rates(rates: DriveRates) -> str:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Rates of drives that `memascend volume bench --sustained` has measured.
 RATES_FILE = "drive-rates.json"
+#: Rates of a measurement of some seconds, which a write cache may have taken.
+SHORT_RATES_FILE = "drive-rates-short.json"
 _ENTRY_COUNT_MAX = 64
 _FILE_BYTES_MAX = 1 * MIB
 #: An entry of a file: weights, or rates in GB/s.
@@ -40,21 +42,24 @@ class KeptRates:
     mixed_gb_s: float  # reads and writes at the same time, as many bytes of each, both counted
 
 
-def keep_rates(path: str, rates: KeptRates, *, cache: Path) -> None:
-    """Keep the rates of the drive below a path in the cache folder, in place of earlier ones."""
-    file = cache / RATES_FILE
+def keep_rates(path: str, rates: KeptRates, *, cache: Path, name: str = RATES_FILE) -> None:
+    """Keep the rates of the drive below a path in a file of the cache folder.
+
+    They replace earlier ones.
+    """
+    file = cache / name
     found = [round(rate, 3) for rate in (rates.read_gb_s, rates.write_gb_s, rates.mixed_gb_s)]
     with contextlib.suppress(OSError):  # write_kept tells that nothing was kept
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_kept(file, read_kept(file) | {identity(path): found})
 
 
-def kept_rates(paths: Sequence[str], *, cache: Path) -> KeptRates | None:
+def kept_rates(paths: Sequence[str], *, cache: Path, name: str = RATES_FILE) -> KeptRates | None:
     """Return the sums of the rates of the drives below the paths; None if one was not measured.
 
     Several paths on one drive count once.
     """
-    known = read_kept(cache / RATES_FILE)
+    known = read_kept(cache / name)
     try:
         drives = list(dict.fromkeys(identity(path) for path in paths))
     except OSError:  # a path of another machine

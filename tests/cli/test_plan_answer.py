@@ -131,7 +131,8 @@ def test_the_folder_is_the_option_else_that_of_the_config_else_here(
     found = answer(capsys, *model)
     assert (found["place"], found["is_stated"]) == (str(swap), True)
     assert found["rated_share"] == pytest.approx(112.4 / 2400, rel=0.01)
-    assert answer(capsys, *model, "--path", str(tmp_path))["place"] == str(tmp_path)
+    elsewhere = ("--path", str(tmp_path), "--drive-read", "3")  # stated: nothing is measured
+    assert answer(capsys, *model, *elsewhere)["place"] == str(tmp_path)
     assert answer(capsys, "Llama-3.1-8B")["place"] == str(Path.cwd())
     assert main(["plan", "Llama-3.1-8B", "--path", str(tmp_path / "nosuch")]) == 1
     assert "--path" in capsys.readouterr().err

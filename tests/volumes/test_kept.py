@@ -37,6 +37,10 @@ def test_rates_are_known_by_the_drive_and_those_of_several_add_up(
     assert kept_rates(["a2"], cache=cache) == KeptRates(3.0, 1.0, 1.5)
     assert kept_rates(["a1", "a2"], cache=cache) == KeptRates(3.0, 1.0, 1.5)
     assert kept_rates(["a1", "b1"], cache=cache) == KeptRates(5.0, 1.5, 2.5)
+    assert kept_rates(["a1"], cache=cache, name="other.json") is None
+    keep_rates("a1", KeptRates(7.0, 7.0, 7.0), cache=cache, name="other.json")
+    assert kept_rates(["a2"], cache=cache) == KeptRates(3.0, 1.0, 1.5)
+    assert kept_rates(["a2"], cache=cache, name="other.json") == KeptRates(7.0, 7.0, 7.0)
     assert (cache / RATES_FILE).stat().st_mode & 0o777 == 0o600
 
 

@@ -27,11 +27,12 @@ from memascend.base.progress import Meter, byte_progress
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.cli.volume import fio as volume_fio
 from memascend.config.block import DirectNvmeConfig
+from memascend.config.environment import cache_directory
 from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
 from memascend.version import __version__
 from memascend.volumes.directory import existing_volume
-from memascend.volumes.kept import identity
+from memascend.volumes.kept import SHORT_RATES_FILE, KeptRates, identity, keep_rates
 from memascend.volumes.prepare import check_apart, claimed_device
 from memascend.volumes.speed import Bench, Load, Mode
 from memascend.volumes.weights import weights_of
@@ -62,6 +63,9 @@ def volume_bench_command(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit status."""
     with opened_volumes(args.paths) as volumes:
         report = measure(volumes, args)
+    for drive in report["drives"]:
+        found = KeptRates(*(drive[mode] / 1e9 for mode in MODES))
+        keep_rates(drive["path"], found, cache=cache_directory(), name=SHORT_RATES_FILE)
     if args.json:
         print(json.dumps(report, indent=2))
     else:

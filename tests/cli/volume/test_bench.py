@@ -17,7 +17,9 @@ from memascend.cli.main import main
 from memascend.cli.volume import bench as volume_bench
 from memascend.cli.volume import fio as volume_fio
 from memascend.cli.volume.bench import CHUNKS, DEPTHS, Setting, choose
+from memascend.config.environment import cache_directory
 from memascend.errors import StoreError
+from memascend.volumes.kept import SHORT_RATES_FILE, kept_rates
 from memascend.volumes.speed import Load
 
 QUICK = ["--seconds", "0.02", "--span", "16MiB", "--chunk", "64KiB,128KiB", "--depth", "2",
@@ -61,6 +63,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
     return FakeBench
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep rates of drives elsewhere than for the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def drives(tmp_path: Path) -> list[str]:
     """Two folders."""
@@ -94,6 +102,9 @@ def test_a_drive_is_really_measured_and_left_clean(
     assert (found["together"], found["fio"]) == ([], "not asked")
     assert "weights" not in found
     assert list(tmp_path.iterdir()) == []
+    kept = kept_rates([str(tmp_path)], cache=cache_directory(), name=SHORT_RATES_FILE)
+    assert kept is not None
+    assert kept.read_gb_s == pytest.approx(drive["read"] / 1e9, abs=1e-3)
 
 
 def test_several_drives_are_measured_alone_and_together(

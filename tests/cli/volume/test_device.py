@@ -118,7 +118,8 @@ def test_an_owner_that_is_none_is_a_mistake(device, capsys):
     assert header(device) is None
 
 
-def test_a_formatted_device_can_be_measured(device, capsys):
+def test_a_formatted_device_can_be_measured(device, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert volume("format", "--yes", device) == 0
     before = header(device)
     capsys.readouterr()
