@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Fine-tunes all weights of a causal language model with the Trainer of transformers."""
+"""Fine-tunes all weights of a causal language model with the Trainer of transformers.
+
+Takes every flag of TrainingArguments: `--per_device_train_batch_size 8 --learning_rate 1e-5`.
+"""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from pathlib import Path
 
 import datasets
@@ -13,27 +16,29 @@ import transformers
 HERE = Path(__file__).parent
 
 
-def main() -> None:
-    """Train, or go on from the last checkpoint, and save the model."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="toy/llama", help="a folder, or a name on the Hub")
-    parser.add_argument("--data", default=str(HERE.parent / "data" / "text.jsonl"))
-    parser.add_argument("--deepspeed_config", default=str(HERE / "ds_config.json"))
-    parser.add_argument("--output", default="out/trainer")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument(
-        "--resume", action="store_true", help="from the last checkpoint in --output"
-    )
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
-    args = parser.parse_args()
+@dataclasses.dataclass
+class ScriptArguments:
+    """The model and its data."""
 
-    # Made before the model, so that from_pretrained puts the weights where they belong at once.
-    training = transformers.TrainingArguments(
-        output_dir=args.output,
-        deepspeed=args.deepspeed_config,
+    model: str = dataclasses.field(
+        default="toy/llama", metadata={"help": "a folder, or a name on the Hub"}
+    )
+    data: str = dataclasses.field(
+        default=str(HERE.parent / "data" / "text.jsonl"),
+        metadata={"help": 'one {"text": ...} in a line'},
+    )
+    max_length: int = dataclasses.field(default=512, metadata={"help": "tokens of a text"})
+
+
+def main() -> None:
+    """Train, or go on from a checkpoint, and save the model."""
+    parser = transformers.HfArgumentParser((ScriptArguments, transformers.TrainingArguments))
+    parser.set_defaults(  # for a toy
+        output_dir="out/trainer",
+        deepspeed=str(HERE / "ds_config.json"),
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
-        max_steps=args.steps,
+        max_steps=8,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,
@@ -41,14 +46,18 @@ def main() -> None:
         logging_steps=1,
         save_steps=2,
         save_total_limit=2,
-        report_to=[],
+        report_to="none",
     )
+    # Made before the model, so that from_pretrained puts the weights where they belong at once.
+    args, training = parser.parse_args_into_dataclasses()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    if tokenizer.pad_token is None:  # Llama has none
+        tokenizer.pad_token = tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="bfloat16")
 
     rows = datasets.load_dataset("json", data_files=args.data, split="train")
     rows = rows.map(
-        lambda row: tokenizer(row["text"], truncation=True, max_length=512),
+        lambda row: tokenizer(row["text"], truncation=True, max_length=args.max_length),
         remove_columns=rows.column_names,
     )
     trainer = transformers.Trainer(
@@ -58,7 +67,8 @@ def main() -> None:
         data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=args.resume)
+    is_last = training.resume_from_checkpoint == "last"
+    trainer.train(resume_from_checkpoint=True if is_last else training.resume_from_checkpoint)
     trainer.save_state()
     trainer.save_model()  # in 16 bit, as from_pretrained and push_to_hub want it
 

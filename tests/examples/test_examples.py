@@ -30,7 +30,12 @@ FOLDER = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/train.py"))
 #: A progress bar may stand before it in its line.
 SAMPLE = re.compile(r"sample '.*'|trainable params.*")
-STEPS = ("--steps", "3")
+STEPS = 3
+#: Names of options that the examples share: those of TrainingArguments, else their own.
+OPTIONS = {
+    True: {"output": "--output_dir", "steps": "--max_steps", "config": "--deepspeed"},
+    False: {"output": "--output", "steps": "--steps", "config": "--deepspeed_config"},
+}
 #: What memascend adds to a line of a step that the Trainer logs.
 OF_A_STEP = {f"memascend_{name}" for name in TRAINER_NAMES}
 #: Their Trainer is made before DeepSpeed has seen the block: docs/monitor.md.
@@ -58,12 +63,14 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
     folder.mkdir(exist_ok=True)
     if not (folder / "toy").exists():
         (folder / "toy").symlink_to(toys)
-    script = [str(FOLDER / name / "train.py"), "--output", "out", *arguments]
+    option = options(name)
+    script = [str(FOLDER / name / "train.py"), option["output"], "out", *arguments]
+    script += [option["steps"], str(STEPS)]
     launcher: list[str] = []
     environment = ONE_THREAD | alone()
     if is_stock:
         (folder / "cpu.json").write_text(json.dumps(on_cpu_offload(name)))
-        script += ["--deepspeed_config", "cpu.json"]
+        script += [option["config"], "cpu.json"]
     elif name == LAUNCHED:
         launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
         launcher += ["--master_port", str(free_port())]
@@ -76,6 +83,12 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
     if not is_stock and name not in MADE_BEFORE:
         assert all(named >= OF_A_STEP for named in named_by_trainer(folder / "out"))
     return Trained(done.stdout, figures(folder / "out", done.stdout), weights(folder / "out"))
+
+
+def options(name: str) -> dict[str, str]:
+    """Return the options of an example by what they state."""
+    text = (FOLDER / name / "train.py").read_text(encoding="utf-8")
+    return OPTIONS["HfArgumentParser" in text]
 
 
 def on_cpu_offload(name: str) -> dict[str, Any]:
@@ -122,8 +135,8 @@ class Runs:
 
     def of(self, name: str) -> tuple[Trained, Trained]:
         if name not in self.done:
-            ours = train(name, self.folder / f"{name} ours", self.toys, *STEPS)
-            stock = train(name, self.folder / f"{name} stock", self.toys, *STEPS, is_stock=True)
+            ours = train(name, self.folder / f"{name} ours", self.toys)
+            stock = train(name, self.folder / f"{name} stock", self.toys, is_stock=True)
             self.done[name] = ours, stock
         return self.done[name]
 
@@ -144,7 +157,7 @@ def test_an_example_gives_the_bits_of_cpu_offload(name: str, runs: Runs) -> None
     needed(name)
     ours, stock = runs.of(name)
     found = [row["loss"] for row in ours.steps if "loss" in row]
-    assert len(found) == 3
+    assert len(found) == STEPS
     assert all(math.isfinite(loss) for loss in found)
     assert ours.steps == stock.steps
     assert ours.weights == stock.weights != {}
@@ -160,7 +173,7 @@ def test_a_resumed_trainer_ends_like_one_never_interrupted(runs: Runs) -> None:
     _, stock = runs.of("trainer")
     folder = runs.folder / "trainer ours"
     shutil.rmtree(folder / "out" / "checkpoint-3")
-    again = train("trainer", folder, runs.toys, *STEPS, "--resume")
+    again = train("trainer", folder, runs.toys, "--resume_from_checkpoint", "last")
     assert again.log.count("'loss': ") == 1
     assert again.weights == stock.weights
     assert [row for row in again.steps if "loss" in row] == [
@@ -213,7 +226,7 @@ def test_an_example_tells_how_to_run_it(name: str) -> None:
     [row] = [line for line in lines if line.startswith(f"| [{name}]({name}/train.py) |")]
     assert f"| `{toy[1]}` |" in row
     # Not the few of a toy.
-    assert re.search(r"`--model \S+ [^`]*--steps \d{4}` \|$", row)
+    assert re.search(r"`--model \S+ [^`]*--(max_)?steps \d{4}` \|$", row)
 
 
 def test_there_is_an_example_of_each_kind() -> None:
