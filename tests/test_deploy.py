@@ -166,3 +166,74 @@ def test_the_recipe_states_this_version_and_the_requirements_of_the_package() ->
     stated = {name.replace("pytorch", "torch").replace(" ", "") for name in lists}
     assert stated_requirements() <= stated | {"wheel"}
     assert (DEPLOY / "conda" / recipe["source"]["path"]).resolve() == ROOT
+
+
+def test_the_job_of_many_nodes_starts_the_launcher_of_each_node_on_all(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stand_ins = {
+        "scontrol": 'printf "%s\\n" first second third fourth',
+        "srun": 'echo "srun $1"; shift; SLURM_NODEID=3 "$@"',
+        "memascend": 'echo "memascend $*"',
+        "torchrun": 'echo "torchrun $*"; cat "${13}"',
+    }
+    for name, does in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o700)
+    config = tmp_path / "ds.json"
+    config.write_text('{"nvme_path": "@SWAP@"}')
+    done = subprocess.run(
+        ["bash", DEPLOY / "slurm_nodes.sh", "train.py", config, "--max_steps", "3"],
+        env={
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "SLURM_TMPDIR": str(tmp_path),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-4]",
+            "SLURM_JOB_NUM_NODES": "4",
+            "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    srun, doctor, launch, written = done.stdout.splitlines()
+    assert srun == "srun --kill-on-bad-exit=1"
+    folder = rf"{tmp_path}/memascend-7-\w+"
+    assert re.fullmatch(rf"memascend doctor --path {folder}/swap", doctor)
+    expected = (
+        r"torchrun --nnodes 4 --node_rank 3 --nproc_per_node 8 --master_addr first "
+        rf"--master_port 20007 train.py --deepspeed {folder}/ds.json --max_steps 3"
+    )
+    assert re.fullmatch(expected, launch)
+    assert json.loads(written)["nvme_path"] == doctor.split()[-1]
+    assert list(tmp_path.glob("memascend-7-*")) == []
+
+
+def test_every_pod_of_the_pytorchjob_is_a_node_of_its_launcher() -> None:
+    replicas = parsed("pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]
+    pods = [replicas[name]["template"]["spec"] for name in ("Master", "Worker")]
+    assert pods[0] == pods[1]
+    [container] = pods[0]["containers"]
+    assert container["name"] == "pytorch"  # the operator sets its variables in no other
+    assert (DEPLOY / container["command"][1]).name == "launch_node.sh"
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    count = sum(replicas[name]["replicas"] for name in replicas)
+    assert int(variables["NNODES"]) == count == 4
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(variables["NPROC_PER_NODE"]) == gpus == 8
+    [monitor] = pods[0]["initContainers"]
+    assert monitor["restartPolicy"] == "Always"
+    for one in (container, monitor):
+        assert one["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        mounted = {mount["name"] for mount in one["volumeMounts"]}
+        assert mounted <= {volume["name"] for volume in pods[0]["volumes"]}
+    assert variables["SCRATCH_LOCAL"] in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_a_file_that_was_not_run_says_so_at_its_top() -> None:
+    for path in sorted(DEPLOY.iterdir()):
+        if path.suffix in (".sh", ".yaml") or path.name == "Dockerfile":
+            top = path.read_text(encoding="utf-8")[:300].lower()
+            assert "unrun" in top, path.name

@@ -1,5 +1,7 @@
 """Ranks on two machines, each with folders of its own: two launchers that meet at one address.
 
+They are started by deploy/launch_node.sh, as a Slurm job or a PyTorchJob starts them.
+
 The machines are folders of this one. What differs from ranks of one machine is what a launcher
 says: the rank on the machine, how many are there, and where `nvme_path` and checkpoints lie.
 """
@@ -13,7 +15,6 @@ import platform
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +32,14 @@ from tests.integration.programs import (
     TIMEOUT_S,
     losses,
     program_environment,
-    run,
     training_config,
 )
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
+#: Starts the ranks of one machine, in a Slurm job and in a PyTorchJob.
+LAUNCH = REPOSITORY / "deploy" / "launch_node.sh"
 PROGRAM = REPOSITORY / "tests" / "integration" / "checkpoint_program.py"
 KILL_PROGRAM = PROGRAM.with_name("kill_program.py")
 WORLD = 2
@@ -57,6 +59,11 @@ class Machines:
     """Two ranks, on one machine or on two."""
 
     def __init__(self, folder: Path, count: int, more: dict[str, Any] | None = None) -> None:
+        self.programs = folder / "bin"
+        self.programs.mkdir(parents=True)
+        # The doctor has tests of its own, and would take longer than the training.
+        (self.programs / "memascend").write_text("#!/bin/sh\n")
+        (self.programs / "memascend").chmod(0o700)
         self.folders = [folder / f"machine{number}" for number in range(count)]
         for place in self.folders:
             (place / "drive").mkdir(parents=True)
@@ -87,17 +94,17 @@ class Machines:
 
     def spawn(self, checkpoints: Path, *options: str) -> list[subprocess.Popen[str]]:
         """Start training on all machines, to step 6; what is printed goes to a file `output`."""
-        port, environment = str(free_port()), program_environment() | SEARCH_PATH
+        port = str(free_port())
         started = []
         for number, place in enumerate(self.folders):
             program = [str(KILL_PROGRAM), str(place / "config.json"), str(checkpoints)]
-            command = [*self._launcher(number, port), *program, "--steps", str(STEPS), *options]
+            command = ["bash", str(LAUNCH), *program, "--steps", str(STEPS), *options]
             with (place / "output").open("w") as output:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, *command],
+                        command,
                         cwd=place,
-                        env=environment,
+                        env=self._environment(number, port),
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         text=True,
@@ -124,24 +131,35 @@ class Machines:
         """Return what the program has printed so far on one machine."""
         return (place / "output").read_text(encoding="utf-8")
 
-    def _launcher(self, number: int, port: str) -> list[str]:
+    def _environment(self, number: int, port: str) -> dict[str, str]:
+        """Return the variables of a machine, as slurm_nodes.sh and Slurm set them."""
         count = len(self.folders)
-        return [
-            *("-m", "torch.distributed.run"),
-            *("--nnodes", str(count), "--node_rank", str(number)),
-            *("--nproc_per_node", str(WORLD // count)),
-            *("--master_addr", "127.0.0.1", "--master_port", port),
-        ]
+        environment = program_environment() | SEARCH_PATH
+        return environment | {
+            "PATH": os.pathsep.join([str(self.programs), environment["PATH"]]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "NNODES": str(count),
+            "NPROC_PER_NODE": str(WORLD // count),
+            "SLURM_NODEID": str(number),
+            "SLURM_TMPDIR": str(self.folders[number]),
+            "CONFIG_OPTION": "",
+        }
 
     def _run_one(
         self, number: int, port: str, action: str, checkpoint: Path
     ) -> subprocess.CompletedProcess[str]:
         place = self.folders[number]
         paths = [str(place / "config.json"), str(place / "drive"), str(checkpoint)]
-        return run(
-            [*self._launcher(number, port), str(PROGRAM), *paths, action],
+        return subprocess.run(
+            ["bash", str(LAUNCH), str(PROGRAM), *paths, action],
             cwd=place,
-            environment=SEARCH_PATH,
+            env=self._environment(number, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
 
 
