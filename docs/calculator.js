@@ -13,121 +13,238 @@ const NUMBERS = {
       "hidden": 8192,
       "inner": 28672,
       "experts": 0,
+      "active": 1,
       "queries": 8192,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 128256,
       "is_tied": false,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Llama-3.1-8B": {
       "layers": 32,
       "hidden": 4096,
       "inner": 14336,
       "experts": 0,
+      "active": 1,
       "queries": 4096,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 128256,
       "is_tied": false,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Llama-3.2-1B": {
       "layers": 16,
       "hidden": 2048,
       "inner": 8192,
       "experts": 0,
+      "active": 1,
       "queries": 2048,
       "keys": 512,
+      "head": 64,
       "vocabulary": 128256,
       "is_tied": true,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Llama-3.2-3B": {
       "layers": 28,
       "hidden": 3072,
       "inner": 8192,
       "experts": 0,
+      "active": 1,
       "queries": 3072,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 128256,
       "is_tied": true,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Mistral-7B-v0.3": {
       "layers": 32,
       "hidden": 4096,
       "inner": 14336,
       "experts": 0,
+      "active": 1,
       "queries": 4096,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 32768,
       "is_tied": false,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Mistral-Small-24B-Base-2501": {
       "layers": 40,
       "hidden": 5120,
       "inner": 32768,
       "experts": 0,
+      "active": 1,
       "queries": 4096,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 131072,
       "is_tied": false,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Mixtral-8x7B": {
       "layers": 32,
       "hidden": 4096,
       "inner": 14336,
       "experts": 8,
+      "active": 2,
       "queries": 4096,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 32000,
       "is_tied": false,
-      "has_bias": false
+      "has_bias": false,
+      "has_qk_norm": false
     },
     "Qwen2.5-14B": {
       "layers": 48,
       "hidden": 5120,
       "inner": 13824,
       "experts": 0,
+      "active": 1,
       "queries": 5120,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 152064,
       "is_tied": false,
-      "has_bias": true
+      "has_bias": true,
+      "has_qk_norm": false
     },
     "Qwen2.5-32B": {
       "layers": 64,
       "hidden": 5120,
       "inner": 27648,
       "experts": 0,
+      "active": 1,
       "queries": 5120,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 152064,
       "is_tied": false,
-      "has_bias": true
+      "has_bias": true,
+      "has_qk_norm": false
     },
     "Qwen2.5-72B": {
       "layers": 80,
       "hidden": 8192,
       "inner": 29568,
       "experts": 0,
+      "active": 1,
       "queries": 8192,
       "keys": 1024,
+      "head": 128,
       "vocabulary": 152064,
       "is_tied": false,
-      "has_bias": true
+      "has_bias": true,
+      "has_qk_norm": false
     },
     "Qwen2.5-7B": {
       "layers": 28,
       "hidden": 3584,
       "inner": 18944,
       "experts": 0,
+      "active": 1,
       "queries": 3584,
       "keys": 512,
+      "head": 128,
       "vocabulary": 152064,
       "is_tied": false,
-      "has_bias": true
+      "has_bias": true,
+      "has_qk_norm": false
+    },
+    "Qwen3-0.6B": {
+      "layers": 28,
+      "hidden": 1024,
+      "inner": 3072,
+      "experts": 0,
+      "active": 1,
+      "queries": 2048,
+      "keys": 1024,
+      "head": 128,
+      "vocabulary": 151936,
+      "is_tied": true,
+      "has_bias": false,
+      "has_qk_norm": true
+    },
+    "Qwen3-1.7B": {
+      "layers": 28,
+      "hidden": 2048,
+      "inner": 6144,
+      "experts": 0,
+      "active": 1,
+      "queries": 2048,
+      "keys": 1024,
+      "head": 128,
+      "vocabulary": 151936,
+      "is_tied": true,
+      "has_bias": false,
+      "has_qk_norm": true
+    },
+    "Qwen3-14B": {
+      "layers": 40,
+      "hidden": 5120,
+      "inner": 17408,
+      "experts": 0,
+      "active": 1,
+      "queries": 5120,
+      "keys": 1024,
+      "head": 128,
+      "vocabulary": 151936,
+      "is_tied": false,
+      "has_bias": false,
+      "has_qk_norm": true
+    },
+    "Qwen3-32B": {
+      "layers": 64,
+      "hidden": 5120,
+      "inner": 25600,
+      "experts": 0,
+      "active": 1,
+      "queries": 8192,
+      "keys": 1024,
+      "head": 128,
+      "vocabulary": 151936,
+      "is_tied": false,
+      "has_bias": false,
+      "has_qk_norm": true
+    },
+    "Qwen3-4B": {
+      "layers": 36,
+      "hidden": 2560,
+      "inner": 9728,
+      "experts": 0,
+      "active": 1,
+      "queries": 4096,
+      "keys": 1024,
+      "head": 128,
+      "vocabulary": 151936,
+      "is_tied": true,
+      "has_bias": false,
+      "has_qk_norm": true
+    },
+    "Qwen3-8B": {
+      "layers": 36,
+      "hidden": 4096,
+      "inner": 12288,
+      "experts": 0,
+      "active": 1,
+      "queries": 4096,
+      "keys": 1024,
+      "head": 128,
+      "vocabulary": 151936,
+      "is_tied": false,
+      "has_bias": false,
+      "has_qk_norm": true
     }
   },
   "page_bytes": 4096,
@@ -166,6 +283,22 @@ const NUMBERS = {
   "read_gb_s": 3.0,
   "write_gb_s": 0.8,
   "host_reserve_bytes": 3221225472,
+  "bucket_numel": 500000000,
+  "prefetch_numel": 50000000,
+  "live_numel": 1000000000,
+  "norm_numel": 250000000,
+  "norm_tensors": 5,
+  "logits_bytes": 12,
+  "fused_loss_tensors": 3,
+  "in_flight_count": 2,
+  "gradient_room_bytes_max": 536870912,
+  "device_reserve_bytes": 1610612736,
+  "released_bytes_min": 268435456,
+  "held_up_bytes": 805306368,
+  "held_up_divisor": 32,
+  "released_divisor": 64,
+  "released_count": 2,
+  "rated_bytes": 1200000000000000,
   "aligned_bytes": 1024,
   "swappable_bytes_min": 1048576,
   "buffer_count": 5,
@@ -198,6 +331,9 @@ function tensorsOf(model) {
   add("embedding", [vocabulary, hidden]);
   for (let layer = 0; layer < layers; layer += 1) {
     add(layer, ...linear(queries), ...linear(keys), ...linear(keys), [hidden, queries]);
+    if (model.has_qk_norm) {
+      add(layer, [model.head], [model.head]);
+    }
     if (experts) {
       add(layer, [experts, hidden], [experts, 2 * inner, hidden], [experts, hidden, inner]);
     } else {
@@ -339,6 +475,79 @@ function activationBytes(model, tokens) {
   return model.layers * hidden + norm + tokens * fp32 * model.vocabulary;
 }
 
+/** Return the bytes per token of a layer; memascend/plan/layers.py has what they are. */
+function layerBytes(model) {
+  const { param_itemsize: itemsize, fp32_bytes: fp32 } = NUMBERS;
+  const [heads, keyHeads] = [model.queries / model.head, model.keys / model.head];
+  const hidden = itemsize * model.hidden;
+  const active = model.experts ? model.active : 1;
+  const inner = itemsize * model.inner * active;
+  const widest = fp32 * model.hidden;
+  const norm = widest + 4 + 2 * hidden;
+  let rest = 2 * norm + itemsize * (2 * model.queries + 2 * model.keys) + 4 * heads;
+  if (model.has_qk_norm) {
+    rest += (fp32 + itemsize) * (model.queries + model.keys) + 4 * (heads + keyHeads);
+  }
+  let [mlp, wide] = [4 * inner, 2 * inner];
+  if (model.experts) {
+    rest += 4 * model.experts + 40 * active;
+    mlp += 2 * hidden * active;
+    wide = Math.max(wide, 3 * widest * active);
+  }
+  const backward = Math.max(rest + mlp + 2 * hidden + wide, rest + NUMBERS.norm_tensors * widest);
+  return { hidden, backward, norm, widest };
+}
+
+/**
+ * Return the peak device memory of one rank, with gradient checkpointing; memascend/plan/context.py has the reasons.
+ * Checkpoints are on the device, or with `isElsewhere` on the drive (memascend) or in host memory (stock).
+ */
+function deviceBytes(model, tensors, { world, batch, isElsewhere, isFused, device, isOurs }) {
+  const N = NUMBERS;
+  const numel = sum(tensors.map((tensor) => tensor.numel));
+  const layers = new Map();
+  tensors.forEach((one) => layers.set(one.layer, (layers.get(one.layer) ?? 0) + one.numel));
+  const largest = most(tensors.map((one) => one.numel));
+  const largestInLayers = most(tensors.filter((one) => Number.isInteger(one.layer)).map((one) => one.numel));
+  const inUse = Math.max(Math.floor(N.reuse_numel / 2), largest, most([...layers.values()]));
+  const ahead = Math.min(N.prefetch_numel, Math.max(0, N.live_numel - inUse));
+  const gathered = Math.min(numel, inUse + ahead) * N.param_itemsize;
+
+  const layer = layerBytes(model);
+  const inLayers = batch * model.layers * layer.hidden;
+  const isStored = isElsewhere && (!isOurs || batch * layer.hidden >= N.activation_bytes_min);
+  const each = batch * (isOurs ? Math.max(layer.hidden, layer.widest) : layer.hidden);
+  const saved = isStored ? Math.min(N.in_flight_count * each, inLayers) : inLayers;
+
+  const gradient = (count) => {
+    const fits = count <= N.bucket_numel;
+    const reduced = fits ? Math.min(N.bucket_numel, numel) : count;
+    const nbytes = (count + (fits ? reduced : 0)) * N.param_itemsize;
+    const piece = Math.min(Math.ceil(count / world), N.norm_numel);
+    const ofStock = Math.ceil(reduced / world) * (N.param_itemsize + N.fp32_bytes) + 8 * piece;
+    return nbytes + (isOurs ? 0 : ofStock);
+  };
+  const logits = isFused ? N.fused_loss_tensors * layer.hidden : N.logits_bytes * model.vocabulary;
+  const moment = Math.max(
+    batch * (logits + layer.norm),
+    gradient(largest),
+    batch * layer.backward + gradient(largestInLayers)
+  );
+  let ours = 0;
+  if (isOurs) {
+    const waiting = Math.min(Math.max(N.released_bytes_min, Math.min(N.held_up_bytes, Math.floor(device / N.held_up_divisor)),
+      Math.floor(device / N.released_divisor), N.released_count * largestInLayers * N.param_itemsize), numel * N.param_itemsize);
+    const shards = new Map();
+    tensors.forEach((one) => shards.set(one.layer, (shards.get(one.layer) ?? 0) + Math.ceil(one.numel / world)));
+    const counts = new Map();
+    [...shards.values()].forEach((size) => counts.set(size, (counts.get(size) ?? 0) + 1));
+    const repeated = [...counts].filter(([, count]) => count >= N.repeated_count_min).map(([size]) => size);
+    const room = most(repeated) || most([...counts.keys()]);
+    ours = waiting + Math.min(pageUp(room * N.gradient_itemsize), N.gradient_room_bytes_max);
+  }
+  return gathered + ours + N.bucket_numel * N.param_itemsize + saved + N.device_reserve_bytes + moment;
+}
+
 /** Return the account of one rank with stock DeepSpeed; the names of terms are those of memascend/plan/stock.py. */
 function stockAccount(model, tensors, groups, { world, tokens }) {
   const N = NUMBERS;
@@ -450,13 +659,16 @@ const MODEL_FIELDS = [
   ["hidden", "hidden size"],
   ["inner", "width of the MLP, or of an expert"],
   ["experts", "experts of a layer, 0 without"],
+  ["active", "experts of a token"],
   ["queries", "heads times their size"],
   ["keys", "key-value heads times their size"],
+  ["head", "size of a head"],
   ["vocabulary", "vocabulary"],
 ];
 const MODEL_FLAGS = [
   ["is_tied", "the output head is the embedding"],
   ["has_bias", "queries, keys and values have biases"],
+  ["has_qk_norm", "queries and keys are normalized"],
 ];
 const RUN_FIELDS = [
   ["nodes", "machines", 1],
@@ -467,8 +679,15 @@ const RUN_FIELDS = [
   ["mixed", "GB/s of both at the same time; 0: they take turns", 0],
   ["memory", "host memory of each, GiB", 32],
   ["limit", "host_memory_limit, GiB; 0: none", 0],
-  ["tokens", "tokens per micro-batch with activations on the drive; 0: off", 0],
+  ["device", "memory of a GPU, GiB", 24],
+  ["tokens", "tokens per micro-batch", 4096],
+  ["rated", "TB that a drive is rated for", NUMBERS.rated_bytes / 1e12],
 ];
+const RUN_FLAGS = [
+  ["is_elsewhere", "saved activations on the drive (stock: in host memory)", false],
+  ["is_fused", "fused loss, as Liger's", true],
+];
+const WEAR_STEPS = 1000;
 
 /** The model that is shown first. */
 const FIRST = "Llama-3.1-8B";
@@ -480,9 +699,11 @@ function readNumber(form, name) {
 }
 
 /** Return the table of both accounts for one machine, as HTML, and what to make of it. */
-function resultOf(model, { nodes, ranks, drives, read, written, mixed, memory, limit, tokens }, name) {
+function resultOf(model, entered, name) {
+  const { nodes, ranks, drives, read, written, mixed, memory, limit, tokens, device, rated } = entered;
   const world = nodes * ranks;
-  const run = { world, limit: limit * GIB, tokens, drives: Math.ceil(drives / ranks) };
+  const saved = entered.is_elsewhere ? tokens : 0;
+  const run = { world, limit: limit * GIB, tokens: saved, drives: Math.ceil(drives / ranks) };
   const { parameters, stock, memascend } = accountsOf(model, run);
   const least = `${((memascend.least / GIB) * 1024).toFixed(1)} MiB`;
   if (memascend.host === undefined) {
@@ -493,7 +714,15 @@ function resultOf(model, { nodes, ranks, drives, read, written, mixed, memory, l
   const other = NUMBERS.host_reserve_bytes;
   const fits = (account) => ((account.peak + other) * ranks <= memory * GIB ? "yes" : "no");
   const rates = { read: read * drives, written: written * drives, mixed: mixed * drives };
-  const seconds = (account) => `${(stepSeconds(account, rates) * ranks).toFixed(1)} s`;
+  const secondsOfStep = (account) => stepSeconds(account, rates) * ranks;
+  const tensors = tensorsOf(model);
+  const onDevice = (account) =>
+    deviceBytes(model, tensors, {
+      world, batch: tokens, isElsewhere: entered.is_elsewhere, isFused: entered.is_fused,
+      device: Math.floor(device * GIB), isOurs: account === memascend,
+    });
+  const perSecond = (account) => Math.floor((tokens * world) / secondsOfStep(account)).toLocaleString("en");
+  const terabytes = (account) => (WEAR_STEPS * movedIn(account, "written") * ranks) / drives / 1e12;
   const stated = `--drive-read ${rates.read} --drive-write ${rates.written}${mixed ? ` --drive-mixed ${rates.mixed}` : ""}`;
   const options = `--world ${world} --nodes ${nodes}${limit ? ` --limit ${limit}GiB` : ""} ${stated}`;
   const volumes = drives > 1 ? ` with a --config that has ${drives} <code>volumes</code>` : "";
@@ -503,10 +732,15 @@ function resultOf(model, { nodes, ranks, drives, read, written, mixed, memory, l
     ${row("host memory", (account) => gib(account.host * ranks))}
     ${row("at its highest", (account) => gib(account.peak * ranks))}
     ${row(`fits in ${memory}, with ${gib(other * ranks)} for Python and torch`, fits)}
+    ${row("memory of a GPU", (account) => gib(onDevice(account)))}
+    ${row(`fits in ${device}`, (account) => (onDevice(account) <= device * GIB ? "yes" : "no"))}
     ${row("on the drives", (account) => gib(account.drive * ranks))}
     ${row("read in a step", (account) => gib(movedIn(account, "read") * ranks))}
     ${row("written in a step", (account) => gib(movedIn(account, "written") * ranks))}
-    ${row("the drives need for a step", seconds)}
+    ${row("the drives need for a step", (account) => `${secondsOfStep(account).toFixed(1)} s`)}
+    ${row("tokens per second, at most", perSecond)}
+    ${row(`${WEAR_STEPS} steps write to a drive`, (account) => `${terabytes(account).toPrecision(3)} TB`)}
+    ${row(`of the ${rated} TB that it is rated for`, (account) => `${Math.round((100 * terabytes(account)) / rated)}%`)}
     </tbody></table>
     <p>The least <code>host_memory_limit</code> that works is ${least} for each rank.</p>${command}`;
 }
@@ -524,7 +758,8 @@ function startCalculator(place) {
   const choice = names.map((name) => `<option${name === FIRST ? " selected" : ""}>${name}</option>`).join("");
   place.innerHTML = `<form class="calculator">
     <fieldset>${label("model", `<select name="model">${choice}</select>`)}
-    ${RUN_FIELDS.map(([name, text, value]) => input(name, text, value, leastOf(text, value), /GiB|GB/.test(text) ? "any" : 1)).join("")}</fieldset>
+    ${RUN_FIELDS.map(([name, text, value]) => input(name, text, value, leastOf(text, value), /GiB|GB|TB/.test(text) ? "any" : 1)).join("")}
+    ${RUN_FLAGS.map(([name, text, value]) => label(text, ` <input name="${name}" type="checkbox"${value ? " checked" : ""}>`)).join("")}</fieldset>
     <details><summary>the model's numbers</summary><fieldset>${MODEL_FIELDS.map(([name, text]) => input(name, text, 1, name === "experts" ? 0 : 1)).join("")}
     ${MODEL_FLAGS.map(([name, text]) => label(text, ` <input name="${name}" type="checkbox">`)).join("")}</fieldset></details>
     </form><div class="calculator-result" aria-live="polite"></div>`;
@@ -541,6 +776,7 @@ function startCalculator(place) {
     const model = read(MODEL_FIELDS.map(([name]) => name));
     const run = read(RUN_FIELDS.map(([name]) => name));
     MODEL_FLAGS.forEach(([name]) => (model[name] = form.elements[name].checked));
+    RUN_FLAGS.forEach(([name]) => (run[name] = form.elements[name].checked));
     const wrong = Object.entries({ ...model, ...run }).find(([, value]) => Number.isNaN(value));
     result.innerHTML = wrong
       ? `<p>${form.elements[wrong[0]].validationMessage || "Enter a number in every field."}</p>`
@@ -554,6 +790,7 @@ function startCalculator(place) {
     }
     show();
   });
+  form.addEventListener("change", show);
   form.addEventListener("submit", (event) => event.preventDefault());
   fill();
   show();

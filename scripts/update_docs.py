@@ -19,13 +19,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from memascend.base import sizes
+from memascend.base import device_memory, sizes
 from memascend.base.units import GIB, PAGE_BYTES
 from memascend.cli.main import main as run_memascend
+from memascend.cli.plan_answer import RATED_BYTES
 from memascend.config.block import ActivationConfig, MemAscendConfig
 from memascend.config.deepspeed import ZeroOptimization
 from memascend.config.messages import rules_of
-from memascend.plan import drive_rates, knobs, stock
+from memascend.plan import context, drive_rates, knobs, layers, stock
 from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
 from memascend.plan.layers import FP32_BYTES
 from memascend.plan.request import PlanRequest
@@ -159,6 +160,8 @@ def calculator() -> str:
         "read_gb_s": drive_rates.READ_GB_S,
         "write_gb_s": drive_rates.WRITE_GB_S,
         "host_reserve_bytes": HOST_RESERVE_BYTES,
+        **device_numbers(),
+        "rated_bytes": RATED_BYTES,
         "aligned_bytes": stock.ALIGNED_BYTES,
         "swappable_bytes_min": stock.SWAPPABLE_BYTES_MIN,
         "buffer_count": zero.offload_param.buffer_count,
@@ -169,9 +172,31 @@ def calculator() -> str:
     return f"*/\nconst NUMBERS = {json.dumps(numbers, indent=2)};\n/*"
 
 
+def device_numbers() -> dict[str, int]:
+    """Return the numbers that the calculator's device memory goes by."""
+    settings = context.DeviceSettings()
+    return {
+        "bucket_numel": settings.bucket_numel,
+        "prefetch_numel": settings.prefetch_numel,
+        "live_numel": settings.live_numel,
+        "norm_numel": context.NORM_NUMEL,
+        "norm_tensors": layers.NORM_TENSORS,
+        "logits_bytes": layers.LOGITS_BYTES,
+        "fused_loss_tensors": layers.FUSED_LOSS_TENSORS,
+        "in_flight_count": sizes.IN_FLIGHT_COUNT,
+        "gradient_room_bytes_max": sizes.GRADIENT_ROOM_BYTES_MAX,
+        "device_reserve_bytes": context.DEVICE_RESERVE_BYTES,
+        "released_bytes_min": device_memory.RELEASED_BYTES_MIN,
+        "held_up_bytes": device_memory.HELD_UP_BYTES,
+        "held_up_divisor": device_memory.HELD_UP_DIVISOR,
+        "released_divisor": device_memory.RELEASED_DIVISOR,
+        "released_count": device_memory.RELEASED_COUNT_MIN,
+    }
+
+
 def form_models() -> list[str]:
     """Return the built-in models that the calculator's form can describe."""
-    known = ("llama", "qwen2", "mistral", "mixtral")
+    known = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
     return [name for name in builtin_names() if (builtin(name).config or {})["model_type"] in known]
 
 
@@ -183,11 +208,14 @@ def of_form(shapes: ModelShapes) -> dict[str, int | bool]:
         "hidden": widths.hidden,
         "inner": widths.inner,
         "experts": widths.experts,
+        "active": widths.experts_per_token,
         "queries": widths.heads * widths.head_dim,
         "keys": widths.kv_heads * widths.head_dim,
+        "head": widths.head_dim,
         "vocabulary": widths.vocabulary,
         "is_tied": bool(shapes.tied),
         "has_bias": any(tensor.name.endswith("q_proj.bias") for tensor in shapes.tensors),
+        "has_qk_norm": widths.has_qk_norm,
     }
 
 

@@ -15,6 +15,8 @@ from memascend.config.block import ActivationConfig
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
+    OURS_ON_DEVICE,
+    STOCK_CHECKPOINTS,
     STOCK_ON_HOST,
     DeviceSettings,
     Training,
@@ -61,7 +63,7 @@ def a_model(seed: int) -> ModelShapes:
     rng = random.Random(seed)
     heads, size = rng.randint(1, 64), 8 * rng.randint(1, 24)
     config = {
-        "model_type": rng.choice(["llama", "qwen2", "mixtral"]),
+        "model_type": rng.choice(["llama", "qwen2", "qwen3", "mixtral"]),
         "vocab_size": rng.randint(1, 200_000),
         "hidden_size": rng.randint(1, 9000),
         "intermediate_size": rng.randint(1, 30_000),
@@ -190,6 +192,45 @@ def test_the_drive_time_is_that_of_the_plan(
     assert browser.ask(asked) == pytest.approx(expected)
 
 
+def test_device_memory_is_that_of_the_plan(browser: Browser, page: Path) -> None:
+    browser.look(page, width=1280, scheme="light")
+    of_form = load_script("update_docs").of_form
+    ways = {
+        (True, False): OURS_ON_DEVICE,
+        (True, True): OURS_CHECKPOINTS,
+        (False, False): STOCK_CHECKPOINTS,
+        (False, True): STOCK_ON_HOST,
+    }
+    asked, expected = [], []
+    for seed in range(60):
+        rng, shapes = random.Random(seed), a_model(seed)
+        run = {
+            "world": rng.choice([1, 2, 8]),
+            "batch": rng.randint(1, 100_000),
+            "isFused": rng.random() < 0.5,
+            "device": rng.choice([8, 24, 80, 141]) * GIB,
+            "isOurs": rng.random() < 0.5,
+            "isElsewhere": rng.random() < 0.5,
+        }
+        asked.append((of_form(shapes), run))
+        request = PlanRequest(world=run["world"], has_activations=run["isElsewhere"])
+        training = Training(
+            shapes=shapes,
+            stock=stock(shapes, request=request),
+            ours=derive(shapes, request=request, limit_bytes=None),
+            device=DeviceSettings(),
+            activations=ActivationConfig(enabled=True),
+            has_fused_loss=bool(run["isFused"]),
+        )
+        way = ways[bool(run["isOurs"]), bool(run["isElsewhere"])]
+        plan = training.plan(way, run["batch"], device_bytes=run["device"])
+        expected.append(plan.device_bytes)
+    found = browser.ask(
+        f"{json.dumps(asked)}.map(([model, run]) => deviceBytes(model, tensorsOf(model), run))"
+    )
+    assert found == expected
+
+
 # -- the form --------------------------------------------------------------------------------------
 
 
@@ -210,7 +251,7 @@ def test_the_form_fits_the_screen_and_nothing_is_complained_of(seen: Browser) ->
         "[...document.querySelectorAll('label, table')].map(e => e.getBoundingClientRect())"
         ".map(b => [b.left, b.right])"
     )
-    assert len(boxes) == 20
+    assert len(boxes) == 27
     assert all(left >= 0 and right <= width for left, right in boxes)
 
 
@@ -234,8 +275,15 @@ def test_the_command_that_is_shown_prints_the_same_drive_time(
     cells = browser.ask("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
     assert main([*command.split()[1:], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    seconds = [f"{found[name]['step_seconds']:.1f} s" for name in ("stock", "memascend")]
-    assert cells[-2:] == seconds
+    row = cells.index("the drives need for a step")
+    accounts = [found[name] for name in ("stock", "memascend")]
+    assert cells[row + 1 : row + 3] == [f"{one['step_seconds']:.1f} s" for one in accounts]
+    row = cells.index("1000 steps write to a drive")
+    written = [4 * sum(one["written_bytes"].values()) / 2 / 1e9 for one in accounts]
+    shown = [float(cell.removesuffix(" TB")) for cell in cells[row + 1 : row + 3]]
+    assert shown == pytest.approx(written, rel=0.01)
+    shares = [f"{terabytes / 1200:.0%}" for terabytes in written]
+    assert cells[row + 3 : row + 6] == ["of the 1200 TB that it is rated for", *shares]
 
 
 def test_numbers_of_ones_own_are_counted(seen: Browser) -> None:
@@ -255,7 +303,7 @@ def test_a_field_without_a_number_is_said_to_be_wrong(
     assert browser.ask("document.querySelectorAll('.calculator-result td').length") == 0
     assert browser.ask(RESULT) != ""
     enter(browser, "ranks", "8")
-    assert browser.ask("document.querySelectorAll('.calculator-result td').length") == 21
+    assert browser.ask("document.querySelectorAll('.calculator-result td').length") == 36
 
 
 def test_a_limit_that_cannot_be_kept_is_refused_with_the_least(
