@@ -166,7 +166,7 @@ def account(
     return [
         (f"{shapes.numel:,} parameters", "planned", "measured"),
         ("memascend's memory", _size(ours["host_bytes"]), _size(ledger["held_bytes_peak"])),
-        ("peak RSS of the process", "", _size(column["rss_bytes_max"])),
+        ("peak RSS of the process", "", _size(column["process_rss_bytes_max"])),
         ("a process that only imports", "", _size(report["baseline_bytes"] or None)),
         ("on the drive", _size(ours["drive_bytes"]), _size(column["disk_bytes_max"])),
         ("read in the whole run", "", _size(column["read_bytes"])),
