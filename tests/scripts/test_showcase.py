@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from memascend.cli import plan_drive
 from memascend.cli.compare import command as compare
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.warm_up import WarmUp
 from memascend.ledger.trace import PHASES
+from memascend.volumes.kept import KeptRates
 from tests.support.scripts import load_script
 
 #: A model of a few million parameters.
@@ -34,6 +36,13 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture
 def showcase() -> ModuleType:
     return load_script("showcase")
+
+
+@pytest.fixture(autouse=True)
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the measurement of the drive, which tests/cli/test_plan_drive.py has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan_drive, "measure", lambda path: KeptRates(2.0, 0.5, 0.75))
 
 
 def options(folder: Path, *more: str) -> list[str]:
