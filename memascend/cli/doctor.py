@@ -31,6 +31,7 @@ from rich.text import Text
 
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
+from memascend.cli.config_check import check_file
 from memascend.cli.plan_time import describe_rates, measured_rates
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
 from memascend.config.installed import ABILITIES, is_able
@@ -83,12 +84,14 @@ def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--path", type=Path, default=Path(), help="folder on the drive to offload to (default: .)"
     )
+    parser.add_argument("--config", type=Path, help="a DeepSpeed JSON to check as well")
     parser.set_defaults(run=doctor_command)
 
 
 def doctor_command(args: argparse.Namespace) -> int:
     """Run every check, print them, and return the exit status."""
-    checks = examine(args.path)
+    checks = [Check("config", *check_file(args.config))] if args.config else []
+    checks += examine(args.path)
     is_healthy = all(check.state != "problem" for check in checks)
     if args.json:
         found = {"healthy": is_healthy, "checks": [asdict(check) for check in checks]}

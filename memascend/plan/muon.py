@@ -15,11 +15,13 @@ from memascend.base.units import format_nbytes
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.optimizers import is_muon
 from memascend.plan.request import PlanRequest
-from memascend.plan.shapes import ModelShapes, TensorShape
+from memascend.plan.shapes import ModelShapes, TensorShape, builtin
 
 #: Names of parameters that DeepSpeed gives to Adam, as those of fewer than two dimensions
 #: (`set_optimizer_flags` in its `__init__.py`).
 ADAM_KEYWORDS = ("embed", "lm_head")
+#: Model whose norm is told where the model is not known.
+EXAMPLE = "Llama-3.1-8B"
 #: On the device, for each element of a matrix that is updated: its gradient and momentum, and the
 #: temporaries of Newton-Schulz.
 UPDATE_VALUES = 8
@@ -58,8 +60,13 @@ def update_norm(matrices: Iterable[TensorShape]) -> float:
     return math.sqrt(total)
 
 
-def advise_muon(shapes: ModelShapes, settings: DeepSpeedSettings) -> str:
-    """Return a line about clipping of Muon's updates; empty if nothing is clipped, or not Muon."""
+def advise_muon(shapes: ModelShapes | None, settings: DeepSpeedSettings) -> str:
+    """Return a line about clipping of Muon's updates; empty if nothing is clipped, or not Muon.
+
+    Args:
+        shapes: The model; None if it is not known: the line then has the norm of an 8B.
+        settings: The DeepSpeed JSON.
+    """
     clipping = settings.gradient_clipping
     if not is_muon(settings.optimizer.type):
         return ""
@@ -68,11 +75,12 @@ def advise_muon(shapes: ModelShapes, settings: DeepSpeedSettings) -> str:
         clipping = 1.0
     else:
         found = f"gradient_clipping is {clipping}"
-    norm = update_norm(matrices_of(shapes))
+    norm = update_norm(matrices_of(shapes or builtin(EXAMPLE)))
     if not clipping or norm <= clipping:
         return ""
+    model = "this model" if shapes else f"{EXAMPLE} (memascend plan MODEL prints it for another)"
     return (
-        f"{found}, and the norm of Muon's updates is about {norm:,.0f} for this model: each step, "
+        f"{found}, and the norm of Muon's updates is about {norm:,.0f} for {model}: each step, "
         f"and the gradients of parameters that Adam steps, would be divided by about "
         f"{norm / clipping:,.0f}. Set it to 0 (max_grad_norm=0 in a Trainer), or above {norm:,.0f}"
     )

@@ -11,6 +11,7 @@ import torch
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.plan.derive import derive
 from memascend.plan.muon import (
+    EXAMPLE,
     advise_muon,
     matrices_numel,
     matrices_of,
@@ -69,6 +70,14 @@ def test_clipping_of_updates_is_told_with_its_number(keys: dict[str, Any], words
     if found:
         norm = update_norm(matrices_of(shapes))
         assert f"about {norm:,.0f} for this model" in found
+
+
+def test_a_model_that_is_not_known_has_the_norm_of_an_example() -> None:
+    settings = parse_deepspeed({"optimizer": MUON, "gradient_clipping": 1.0})
+    found = advise_muon(None, settings)
+    norm = update_norm(matrices_of(builtin(EXAMPLE)))
+    assert f"about {norm:,.0f} for {EXAMPLE}" in found
+    assert "memascend plan MODEL" in found
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -1,0 +1,31 @@
+"""The check of a DeepSpeed JSON in `memascend doctor --config`; needs neither model nor device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memascend.base.json_text import read_json_object
+from memascend.config.block import find_block, parse_block
+from memascend.config.deepspeed import parse_deepspeed
+from memascend.deepspeed.attach.refusals import check_config
+from memascend.errors import ConfigError
+from memascend.plan.muon import advise_muon
+from memascend.plan.request import check_limit_can_be_kept
+
+
+def check_file(path: Path) -> tuple[str, str, str]:
+    """Return (state, finding, remedy) of a file: state as a doctor's Check has it.
+
+    "problem" if a run would refuse it; "note" if gradient_clipping would divide Muon's updates.
+    """
+    try:
+        ds_config = read_json_object(path)
+        settings, block = parse_deepspeed(ds_config), parse_block(find_block(ds_config) or {})
+        check_config(settings)
+        check_limit_can_be_kept(block, settings)
+    except ConfigError as error:
+        return "problem", str(error), f"change {path}"
+    if advice := advise_muon(None, settings):
+        found, _, remedy = advice.partition(". ")
+        return "note", found, remedy
+    return "ok", f"{path}: no setting is refused", ""

@@ -1,0 +1,61 @@
+"""A DeepSpeed JSON before a run: what the run would refuse, and clipping of Muon's updates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.cli import doctor
+from memascend.cli.config_check import check_file
+from memascend.cli.main import main
+
+
+def check(ds_config: dict[str, Any], folder: Path) -> tuple[str, str, str]:
+    file = folder / "ds.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}
+    file.write_text(json.dumps({"zero_optimization": zero} | ds_config))
+    return check_file(file)
+
+
+@pytest.mark.parametrize(("clipping", "state"), [(1.0, "note"), ("auto", "note"), (0, "ok")])
+def test_clipping_of_muons_updates_is_noted(tmp_path: Path, clipping: object, state: str) -> None:
+    ds_config = {"optimizer": {"type": "Muon"}, "gradient_clipping": clipping}
+    found, text, remedy = check(ds_config, tmp_path)
+    assert found == state
+    if state == "note":
+        assert "norm of Muon's updates" in text
+        assert remedy.startswith("Set it to 0")
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "words"),
+    [
+        ({"memascend": {"host_memory_limits": 1}}, "host_memory_limits"),
+        ({"zero_optimization": {"stage": 2}}, "stage is 2"),
+        (
+            {"memascend": {"host_memory_limit": "2GiB"}, "torch_autocast": {"enabled": True}},
+            "cannot be kept",
+        ),
+    ],
+)
+def test_a_config_that_a_run_refuses_is_a_problem(
+    tmp_path: Path, ds_config: dict[str, Any], words: str
+) -> None:
+    state, text, remedy = check(ds_config, tmp_path)
+    assert state == "problem"
+    assert words in text
+    assert "ds.json" in remedy
+
+
+def test_the_doctor_checks_a_config_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda path: [])
+    assert main(["doctor", "--json", "--config", str(tmp_path / "none.json")]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["checks"]
+    assert (row["name"], row["state"]) == ("config", "problem")
+    assert "none.json" in row["found"]
+    assert main(["doctor", "--json"]) == 0
