@@ -98,13 +98,14 @@ class Runtime:
             limit_bytes: Limit of the host memory of all components together; None: no limit.
         """
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
-        self._device = device = device or Device()
+        device = device or Device()
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
+        self.device = replace(device, new_event=self.new_event)
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
         self.guesses: Guesses | None = None  # counted by the optimizer
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
         self._guard = Guard(self.lock)
-        self.on_device = GradientsOnDevice(replace(device, new_event=self.new_event), self._guard)
+        self.on_device = GradientsOnDevice(self.device, self._guard)
         self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
         self.host: Host = (
             OwnHost(config, directory, page_lock=page_lock, device=device, limit_bytes=limit_bytes)
@@ -130,7 +131,7 @@ class Runtime:
 
     def _prepare_step(self) -> None:
         """Make the device current on the optimizer's thread; exclude its waits from the account."""
-        self._device.use_here()
+        self.device.use_here()
         _core.wait_behind()
 
     @property
@@ -171,7 +172,7 @@ class Runtime:
                 prefetch_bytes=self.config.buffer_pool.prefetch_bytes,
                 drive_count=1 if self.plan is None else self.plan.drive_count,
                 staging=self.staging if is_bounded else None,
-                device=torch.device(self._device.name),
+                device=torch.device(self.device.name),
                 background=self.background,
                 lender=self.store if is_bounded else None,
             )
@@ -184,7 +185,7 @@ class Runtime:
             self._activations = ActivationStream(
                 slots=self._new_slots(ACTIVATION_SLOTS, None),  # the stream's thread uses them
                 device_bytes=self.config.activations.device_bytes,
-                device=replace(self._device, new_event=self.new_event),
+                device=self.device,
             )
         return self._activations
 
@@ -231,7 +232,7 @@ class Runtime:
             memory=self.memory,
             shape=shape,
             new_event=self.new_event,
-            wait_idle=self._device.wait_idle,
+            wait_idle=self.device.wait_idle,
         )
         self._optimizer = OptimizerStream(
             groups=SubGroups(store=self.io, slots=self.staging, tiles=tiles),
@@ -262,7 +263,7 @@ class Runtime:
             slot_count=self._slot_count,
             component=component,
             new_event=self.new_event,
-            wait_idle=self._device.wait_idle,
+            wait_idle=self.device.wait_idle,
             guard=guard,
         )
 

@@ -104,7 +104,7 @@ class Tiled:
             drive=SimpleNamespace(free_bytes=lambda: None),
             background=BackgroundStep(),
             new_event=None,
-            _device=SimpleNamespace(wait_idle=None),
+            device=SimpleNamespace(wait_idle=None),
             gradients=self.gradient_stream,
             optimizer=self.stream,
             open_optimizer=self._open,

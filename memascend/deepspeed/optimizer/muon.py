@@ -2,24 +2,30 @@
 
 DeepSpeed's own function for offloaded optimizers brings whole sub-groups into host memory and all
 of their matrices to the device. This one does the same for one matrix after the other, with
-DeepSpeed's `muon_update` on the same device and in the same dtypes, so the bits are the same. The
-walk over tiles then makes the optimizer's own step: weight decay and the update for matrices, CPU
-Adam for the other parameters.
+DeepSpeed's `muon_update` on the same device and in the same dtypes, so the bits are the same. While
+a device with streams computes one, the next is read. The walk over tiles then makes the optimizer's
+own step: weight decay and the update for matrices, CPU Adam for the other parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.plan.optimizers import MOMENTUM
 from memascend.runtime import Runtime
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
+
+
+class _Matrix(NamedTuple):
+    number: int  # of its sub-group
+    param: Any
+    part: MatrixPart  # of this rank
 
 
 class MuonUpdates:
@@ -49,7 +55,8 @@ class MuonUpdates:
             state=MOMENTUM,
             dtype=upstream.accumulation_dtype,
             master_dtype=upstream.master_dtype,
-            device=get_accelerator().current_device_name(),
+            device=runtime.device,
+            on_device=runtime.on_device,
         )
 
     def stream_momentum(self, name: str) -> Iterator[torch.Tensor]:
@@ -65,23 +72,35 @@ class MuonUpdates:
         Raises:
             StoreError: The drive failed; some matrices are updated, others are not.
         """
-        for number, params in enumerate(self._upstream.params):
-            if not uses_muon(params):
-                continue
-            for param in params:
-                self._update(number, param)
-            self._stream.finish(self._upstream.masters[number].ds_id)
+        matrices = list(self._matrices())
+        try:
+            for matrix, following in zip_longest(matrices, matrices[1:]):
+                self._update(matrix, following)
+        finally:
+            self._stream.drop()
+        for group in dict.fromkeys(matrix.part.group for matrix in matrices):
+            self._stream.finish(group)
         self._runtime.staging.wait_writes()
 
-    def _update(self, number: int, param: Any) -> None:
+    def _matrices(self) -> Iterator[_Matrix]:
+        """Yield the matrices of all sub-groups in order."""
+        upstream = self._upstream
+        for number, params in enumerate(upstream.params):
+            for param in params if uses_muon(params) else ():
+                _, offset, _ = upstream.position_of(param)
+                group, numel = upstream.masters[number].ds_id, param.partition_numel()
+                part = MatrixPart(group=group, offset=offset, numel=numel)
+                yield _Matrix(number, param, part)
+
+    def _update(self, matrix: _Matrix, following: _Matrix | None) -> None:
         # Imported late: the import compiles its kernels.
         from deepspeed.runtime.zero.muon.original_muon import muon_update
 
+        number, param, part = matrix
         upstream, scale = self._upstream, self._upstream.loss_scale
-        _, offset, _ = upstream.position_of(param)
-        part_numel = param.partition_numel()
-        part = MatrixPart(group=upstream.masters[number].ds_id, offset=offset, numel=part_numel)
         gradient, momentum = upstream.gather_matrix(param, *self._stream.read(part))
+        if following is not None:
+            self._stream.expect(following.part)
         if scale != 1.0:
             gradient.div_(scale)
         group = upstream.hyperparameters(number)
@@ -93,11 +112,12 @@ class MuonUpdates:
             is_expert_group=getattr(param, "is_expert_group", False),
             num_heads=getattr(param, "muon_num_heads", None),
         )
-        begin = min(upstream.part_begin(param, part_numel), param.ds_numel)
-        own_numel = min(part_numel, param.ds_numel - begin)
+        self._stream.prefetch()  # while the device computes
+        begin = min(upstream.part_begin(param, part.numel), param.ds_numel)
+        own_numel = min(part.numel, param.ds_numel - begin)
 
         def own(whole: torch.Tensor) -> torch.Tensor:
-            return padded(whole.view(-1).narrow(0, begin, own_numel), part_numel)
+            return padded(whole.view(-1).narrow(0, begin, own_numel), part.numel)
 
         own_update = own(update)
         if scale != 1.0:  # the step divides it by the scale, as a gradient

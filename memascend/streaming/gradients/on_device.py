@@ -75,6 +75,13 @@ class GradientsOnDevice:
         """Return whether a gradient of `nbytes` may wait; larger ones are stored by their hook."""
         return self.has_streams and 0 < nbytes <= self.room_bytes
 
+    def grant(self, nbytes: int) -> bool:
+        """Return whether `nbytes` of the room may hold other values now: no gradient may wait."""
+        if self.held_bytes or not self.has_room(nbytes):
+            return False
+        self.bytes_peak = max(self.bytes_peak, nbytes)
+        return True
+
     def put(self, gradient: torch.Tensor, store: StoreGradient) -> bool:
         """Leave a gradient to the thread, once there is room; it may be overwritten on return.
 

@@ -2,20 +2,31 @@
 
 Before the walk over tiles each matrix's gradient is replaced by its update, and its momentum moves
 on. Both pass through the staging slots to the device and back, so host memory does not grow with
-the matrix. Knows torch, the sub-groups and the gradient stream; neither which update it is nor how
-ranks exchange their parts. One thread at a time may call.
+the matrix. On a device with streams the next matrix is read while one is computed, on a stream of
+its own, within the room of gradients that wait on the device: none waits in a step. Knows torch,
+the sub-groups and the gradient stream; neither which update it is nor how ranks exchange their
+parts. One thread at a time may call.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from memascend.base.interfaces import Device, Event
+from memascend.base.units import format_nbytes
+from memascend.base.waiting import event_here
+from memascend.streaming.gradients.accumulation import GradientShard
+from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.transfer.staging import StagingSlots
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +44,18 @@ class MatrixPart:
     numel: int
 
 
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A matrix that has memory on the device; `filled` passes when it has been read."""
+
+    part: MatrixPart
+    shard: GradientShard | None  # its stored gradient; None: zeros
+    gradient: torch.Tensor | None  # 1-D, as it is stored
+    momentum: torch.Tensor  # 1-D, as it is stored
+    free: Event | None  # passes when earlier users of this memory are done
+    filled: Event | None = None
+
+
 class MatrixStream:
     """Gradients and momentum of matrices, between the drive and a device."""
 
@@ -45,7 +68,8 @@ class MatrixStream:
         state: str,
         dtype: torch.dtype,
         master_dtype: torch.dtype,
-        device: torch.device | str,
+        device: Device,
+        on_device: GradientsOnDevice,
     ) -> None:
         """Wire the stream.
 
@@ -57,10 +81,51 @@ class MatrixStream:
             dtype: Dtype of gradients, momentum and updates on the device.
             master_dtype: Dtype in which finished steps have multiplied gradients.
             device: Device on which matrices are updated.
+            on_device: The room for the matrix that is read ahead.
         """
         self._groups, self._gradient_stream, self._slots = groups, gradient_stream, slots
         self._state = state
-        self._dtype, self._master_dtype, self._device = dtype, master_dtype, device
+        self._dtype, self._master_dtype = dtype, master_dtype
+        self._device, self._on_device = device, on_device
+        self._on_stream = nullcontext if device.new_stream is None else device.new_stream()
+        self._coming: _Coming | None = None
+        self._has_memory = True  # for a second matrix
+
+    # -- reads -----------------------------------------------------------------------------------
+
+    def expect(self, part: MatrixPart) -> None:
+        """Take device memory for the next matrix, if the room has so much; else do nothing.
+
+        Call it before the update of the present matrix is launched: the memory may be filled once
+        the work launched so far is done.
+        """
+        stored = self._groups.group(part.group).states[self._state]
+        nbytes = part.numel * (self._dtype.itemsize + stored.itemsize)
+        if not self._has_memory or not self._on_device.grant(nbytes):
+            return
+        try:
+            self._coming = self._take_memory(part)
+        except torch.OutOfMemoryError:
+            self._has_memory = False
+            log.warning(
+                "memascend: the device has no memory for a second matrix of Muon, of %s. From now "
+                "on each is read when its turn comes, and the drive waits while one is computed",
+                format_nbytes(nbytes),
+            )
+
+    def prefetch(self) -> None:
+        """Read the expected matrix beside the work of the device; do nothing if there is none.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        coming = self._coming
+        if coming is None:
+            return
+        with self._on_stream():
+            if coming.free is not None:
+                coming.free.wait()
+            self._fill(coming)
 
     def read(self, part: MatrixPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (gradient, momentum), 1-D, as new tensors on the device.
@@ -70,25 +135,64 @@ class MatrixStream:
         Raises:
             StoreError: A read failed.
         """
-        stored = self._groups.group(part.group).states[self._state]
-        momentum = torch.empty(part.numel, dtype=stored, device=self._device)
-        self._groups.get(part.group, part.offset, momentum, state=self._state)
-        return self._read_gradient(part), momentum.to(self._dtype)
+        coming = self._coming
+        if coming is None or coming.part != part or coming.filled is None:
+            self.drop()
+            coming = self._take_memory(part)
+            self._fill(coming)
+        else:
+            coming.filled.wait()
+        self._coming = None
+        return self._gradient_of(coming), coming.momentum.to(self._dtype)
 
-    def _read_gradient(self, part: MatrixPart) -> torch.Tensor:
+    def drop(self) -> None:
+        """Forget the matrix that was expected, once no copy into it is in flight."""
+        if self._coming is not None and self._coming.filled is not None:
+            self._coming.filled.synchronize()
+        self._coming = None
+
+    def _shard(self, part: MatrixPart) -> GradientShard | None:
         shard = self._gradient_stream.find(part.group, part.offset)
-        if shard is None or shard.seen is None:
-            return torch.zeros(part.numel, dtype=self._dtype, device=self._device)
-        if shard.bypassed:
+        if shard is not None and shard.bypassed:
             raise AssertionError(f"tiles of {part.group} were given gradients of a matrix")
-        # Cast on the device: a copy that casts would make a temporary in host memory.
-        found = torch.empty(shard.seen.numel, dtype=shard.seen.dtype, device=self._device)
-        self._slots.read(key=shard.seen.key, target=found)
-        if shard.factors:
+        return shard
+
+    def _take_memory(self, part: MatrixPart) -> _Coming:
+        shard, gradient = self._shard(part), None
+        if shard is not None and shard.seen is not None:
+            gradient = self._empty(shard.seen.numel, shard.seen.dtype)
+        stored = self._groups.group(part.group).states[self._state]
+        momentum = self._empty(part.numel, stored)
+        return _Coming(part, shard, gradient, momentum, event_here(self._device.new_event))
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device.name)
+
+    def _fill(self, coming: _Coming) -> None:
+        """Read a matrix, on the current stream."""
+        part, shard = coming.part, coming.shard
+        try:
+            self._groups.get(part.group, part.offset, coming.momentum, state=self._state)
+            if coming.gradient is not None:
+                assert shard is not None
+                assert shard.seen is not None
+                # As it is stored: a copy that casts would make a temporary in host memory.
+                self._slots.read(key=shard.seen.key, target=coming.gradient)
+        finally:
+            coming.filled = event_here(self._device.new_event)
+
+    def _gradient_of(self, coming: _Coming) -> torch.Tensor:
+        part, found = coming.part, coming.gradient
+        if found is None:
+            return torch.zeros(part.numel, dtype=self._dtype, device=self._device.name)
+        assert coming.shard is not None
+        if coming.shard.factors:
             found = found.to(self._master_dtype)
-        for factor in shard.factors:
+        for factor in coming.shard.factors:
             found.mul_(factor)
         return padded(found.to(self._dtype), part.numel)
+
+    # -- writes, and checkpoints -----------------------------------------------------------------
 
     def write(self, part: MatrixPart, update: torch.Tensor, momentum: torch.Tensor) -> None:
         """Replace the gradient by the update, and the momentum; errors come from the slots.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,11 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.base.interfaces import Device
 from memascend.deepspeed.optimizer.muon import MuonUpdates, uses_muon
+from memascend.memory.guard import Guard
 from memascend.plan.optimizers import MOMENTUM
+from memascend.streaming.gradients.on_device import GradientsOnDevice
 from tests.support.tiled_training import SIZES, Training
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -39,7 +45,11 @@ def plain_update(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 class Rank:
     """A rank that has one part of each of two matrices, and the other ranks' parts at hand."""
 
-    def __init__(self, rank: int = 0, world: int = 1, **changes: Any) -> None:
+    def __init__(
+        self, rank: int = 0, world: int = 1, *, device: Device | None = None, **changes: Any
+    ) -> None:
+        device = device or Device()
+        self.on_device = GradientsOnDevice(device, Guard(threading.RLock()))
         self.training = Training(lambda params: torch.optim.SGD(params, lr=1.0))
         self.part_numel = -(-NUMEL // world)
         self.others: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
@@ -76,6 +86,8 @@ class Rank:
             optimizer=self.training.stream,
             gradients=self.training.gradient_stream,
             staging=self.training.slots,
+            device=device,
+            on_device=self.on_device,
         )
         self.updates = MuonUpdates(self.upstream, runtime, None)
         self.group = self.training.groups.group(names[1])
@@ -164,6 +176,65 @@ def test_ranks_write_their_own_parts_and_zeros_behind_the_end() -> None:
             assert torch.cat(found)[NUMEL:].tolist() == [0.0]
         norm = torch.stack([rank.norms[number] for rank in ranks]).norm()
         assert torch.allclose(norm.float(), values[0].float().norm())
+
+
+class Passed:
+    """An event of a device that is always done."""
+
+    def record(self) -> None: ...
+    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+def with_streams(log: list[str]) -> Device:
+    """Return a device whose work on its second stream is logged."""
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        log.append("aside")
+        yield
+        log.append("back")
+
+    return Device(new_event=Passed, new_stream=lambda: on_stream)
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "order"),
+    [
+        (4 * NUMEL, ["read", "update", "aside", "read", "back", "write", "update", "write"]),
+        (4 * NUMEL - 1, ["read", "update", "write", "read", "update", "write"]),
+    ],
+)
+def test_the_next_matrix_is_read_while_one_is_computed_if_the_room_has_both_values(
+    monkeypatch: pytest.MonkeyPatch, room_bytes: int, order: list[str]
+) -> None:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    log: list[str] = []
+    rank = Rank(device=with_streams(log))
+    rank.on_device.room_bytes = room_bytes
+
+    def logged(word: str, call: Any) -> Any:
+        def log_and_call(*arguments: Any, **keywords: Any) -> Any:
+            log.append(word)
+            return call(*arguments, **keywords)
+
+        return log_and_call
+
+    stream = rank.updates._stream
+    monkeypatch.setattr(stream, "_fill", logged("read", stream._fill))
+    monkeypatch.setattr(stream, "write", logged("write", stream.write))
+    monkeypatch.setattr(original_muon, "muon_update", logged("update", original_muon.muon_update))
+    for number, gradient in enumerate(gradients(0)):
+        rank.put(number, gradient)
+    rank.updates.update_all()
+    assert log == order
+    assert rank.on_device.bytes_peak == (4 * NUMEL if "aside" in order else 0)
+    for number, values in enumerate(expected(1)):
+        for found, whole in zip(rank.read(number), values, strict=True):
+            assert torch.equal(found, whole.flatten().float())
 
 
 def test_a_loss_scale_is_taken_out_before_and_put_back_behind() -> None:

@@ -58,6 +58,17 @@ def waiting(stored: Stored) -> Iterator[GradientsOnDevice]:
     found.close()
 
 
+def test_the_room_is_granted_only_while_no_gradient_waits_and_counts_at_the_peak(
+    waiting: GradientsOnDevice, stored: Stored
+) -> None:
+    assert not waiting.grant(2 * NBYTES + 1)
+    assert waiting.bytes_peak == 0
+    assert waiting.grant(2 * NBYTES)
+    assert waiting.bytes_peak == 2 * NBYTES
+    assert waiting.put(gradient(1), stored.store)
+    assert not waiting.grant(1)
+
+
 def test_the_queue_changes_under_the_lock_alone(waiting: GradientsOnDevice, stored: Stored) -> None:
     """A hook that looks for what is stored would otherwise remove a gradient that waits."""
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from memascend.base.interfaces import Device
 from memascend.errors import StoreError
+from memascend.memory.guard import Guard
 from memascend.nvme.store import MemoryFaults
+from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import Training
@@ -21,7 +26,11 @@ PART = MatrixPart(group=GROUP, offset=OFFSET, numel=NUMEL)
 
 
 def opened(
-    *, momentum_dtype: torch.dtype = BF16, dtype: torch.dtype = BF16, **options: Any
+    *,
+    momentum_dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    device: Device | None = None,
+    **options: Any,
 ) -> tuple[Training, MatrixStream]:
     training = Training(lambda params: torch.optim.SGD(params, lr=1.0), **options)
     group = training.groups.group(GROUP)
@@ -34,7 +43,8 @@ def opened(
         state="momentum",
         dtype=dtype,
         master_dtype=torch.float32,
-        device="cpu",
+        device=device or Device(),
+        on_device=GradientsOnDevice(device or Device(), Guard(threading.RLock())),
     )
     return training, stream
 
@@ -63,6 +73,97 @@ def test_an_update_takes_the_place_of_the_gradient_and_momentum_that_of_the_last
     seen = torch.empty(NUMEL)
     training.gradient_stream.get(GROUP, OFFSET, seen)  # what the walk steps
     assert torch.equal(seen, values(2).float())
+
+
+class Marks:
+    """Events of a device, with all that is asked of them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __call__(self) -> Marks:
+        return self
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def query(self) -> bool:
+        return True
+
+
+def reading_ahead(**options: Any) -> tuple[Training, MatrixStream, Marks]:
+    marks = Marks()
+    device = Device(new_event=marks, new_stream=lambda: nullcontext)
+    training, stream = opened(device=device, **options)
+    stream._on_device.room_bytes = 4 * NUMEL
+    return training, stream, marks
+
+
+def test_a_matrix_read_ahead_is_filled_behind_earlier_work_and_used_behind_its_copies() -> None:
+    training, stream, marks = reading_ahead()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    stream.write(PART, values(2), values(3))
+    stream.finish(GROUP)
+    stream.expect(PART)
+    marks.log.clear()
+    stream.prefetch()
+    assert (marks.log[0], marks.log[-1]) == ("wait", "record")
+    marks.log.clear()
+    gradient, momentum = stream.read(PART)
+    assert marks.log == ["wait"], "it was read already"
+    assert torch.equal(gradient, values(2))
+    assert torch.equal(momentum, values(3))
+    stream.drop()  # nothing is expected any more
+    assert marks.log == ["wait"]
+
+
+def test_a_matrix_that_is_dropped_keeps_its_memory_until_its_copies_are_over() -> None:
+    training, stream, marks = reading_ahead()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    stream.expect(PART)
+    stream.prefetch()
+    marks.log.clear()
+    stream.drop()
+    assert marks.log == ["synchronize"]
+
+
+def test_an_error_while_reading_ahead_is_raised_and_its_copies_are_waited_for() -> None:
+    faults = MemoryFaults()
+    training, stream, marks = reading_ahead(store=memory_store(faults))
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    training.slots.wait_writes()
+    stream.expect(PART)
+    faults.gone = errno.EIO
+    with pytest.raises(StoreError):
+        stream.prefetch()
+    marks.log.clear()
+    stream.drop()
+    assert marks.log == ["synchronize"]
+
+
+def test_without_device_memory_for_two_each_is_read_at_its_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, stream, _ = reading_ahead()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    empty = stream._empty
+
+    def refuse(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(stream, "_empty", refuse)
+    for _ in range(2):
+        stream.expect(PART)
+        stream.prefetch()
+    monkeypatch.setattr(stream, "_empty", empty)
+    assert torch.equal(stream.read(PART)[0], values(1))
+    assert caplog.text.count("no memory for a second matrix") == 1
 
 
 def test_the_next_gradient_replaces_an_update() -> None:
