@@ -50,7 +50,8 @@ _KINDS = {
     "fusedlamb": OptimizerKind(states=2, is_elementwise=False),
     "muon": OptimizerKind(states=2, start=_MOMENTS),
     "muonwithauxadam": OptimizerKind(states=2, start=_MOMENTS),
-    "adafactor": OptimizerKind(states=2, is_elementwise=False),
+    # Not two: ZeRO's tensors are flat, so that no second moment is factored.
+    "adafactor": OptimizerKind(states=1, options=("beta1",), is_elementwise=False),
     "nadam": OptimizerKind(states=2, is_elementwise=False),
 }
 _UNKNOWN = OptimizerKind(states=2, options=("amsgrad",), is_elementwise=False)

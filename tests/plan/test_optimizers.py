@@ -14,10 +14,15 @@ def test_names_are_known_however_they_are_written(name: str) -> None:
     assert kind_of(name).states == len(kind_of(name).start) == 2
 
 
-@pytest.mark.parametrize("name", ["Lamb", "NAdam", "Adafactor", "Unheard", "my.own.AdamW"])
+@pytest.mark.parametrize("name", ["Lamb", "NAdam", "Unheard", "my.own.AdamW"])
 def test_whole_tensors_are_assumed_where_nothing_is_known(name: str) -> None:
     assert not kind_of(name).is_elementwise
     assert state_count_of(name) == 2
+
+
+def test_adafactor_has_one_state_and_another_one_for_a_first_moment() -> None:
+    assert not kind_of("Adafactor").is_elementwise
+    assert [state_count_of("Adafactor", {"beta1": beta}) for beta in (None, 0.9)] == [1, 2]
 
 
 def test_options_that_are_set_add_a_state_each() -> None:

@@ -19,6 +19,14 @@ def check_config(settings: DeepSpeedSettings) -> None:
         )
     if error := refusal_of_quantized(settings.optimizer.type):
         raise error
+    device = zero.offload_optimizer.device
+    if settings.optimizer.type.lower() == "lamb" and device != "none":
+        raise ConfigError(
+            'optimizer.type "Lamb" steps tensors on a GPU alone, and zero_optimization.'
+            f'offload_optimizer.device "{device}" keeps master weights in host memory: '
+            'DeepSpeed\'s CPU offload fails as well. Set optimizer.type to "AdamW", or leave '
+            "offload_optimizer out"
+        )
     on_drive = [
         name
         for name in ("offload_param", "offload_optimizer")

@@ -23,9 +23,21 @@ def refuse(module: torch.nn.Module, optimizer: Any) -> None:
     refuse_several_contexts(module)
     refuse_nothing_to_train(module, optimizer)
     refuse_dtypes(optimizer)
+    refuse_muon_of_torch(optimizer)
     kind = type(optimizer)
     if error := refusal_of_quantized(f"{kind.__module__}.{kind.__qualname__}"):
         raise error
+
+
+def refuse_muon_of_torch(optimizer: Any) -> None:
+    """Refuse torch's Muon, which finds no matrix: ZeRO makes flat tensors of all sub-groups."""
+    kind = type(optimizer)
+    if kind.__name__ == "Muon" and kind.__module__.startswith("torch.optim"):
+        raise ConfigError(
+            "torch.optim.Muon needs whole matrices, and ZeRO-3 gives an optimizer flat tensors: "
+            "DeepSpeed's CPU offload fails in its first step. Let DeepSpeed make the optimizer: "
+            '"optimizer": {"type": "Muon", "params": {...}} in the JSON (DeepSpeed 0.19.8 or later)'
+        )
 
 
 def refuse_several_contexts(module: torch.nn.Module) -> None:

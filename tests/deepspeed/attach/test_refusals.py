@@ -97,6 +97,11 @@ TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
             "the optimizer AdamW8bit keeps quantized states of its own",
             r'memascend\.streaming\.optimizer\.state_dtype to "int8"',
         ),
+        (
+            changed("optimizer.type", "Lamb"),
+            r'"Lamb" steps tensors on a GPU alone, and .*offload_optimizer\.device "nvme"',
+            'Set optimizer.type to "AdamW"',
+        ),
         (changed("aio.use_gds", True), r"aio\.use_gds", r"Remove aio\.use_gds"),
         (
             changed("checkpoint.writer.decoupled", True),

@@ -53,6 +53,13 @@ def test_an_optimizer_with_8_bit_states_of_its_own_is_refused_and_ours_named(
     refusals.refuse(model, torch.optim.AdamW(model.parameters()))
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_torchs_muon_is_refused_and_deepspeeds_named() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(ConfigError, match=r'torch\.optim\.Muon needs .*"type": "Muon"'):
+        refusals.refuse(model, torch.optim.Muon(model.parameters()))
+
+
 @pytest.mark.parametrize("kind", ["int8", "int64", "bool", "float8_e4m3fn", "complex64"])
 def test_a_first_parameter_that_cannot_be_trained_is_refused(kind: str) -> None:
     """DeepSpeed would keep all weights in its dtype; CPU offload ends in an error of torch's."""

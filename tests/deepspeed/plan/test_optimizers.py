@@ -95,6 +95,8 @@ def states_of(optimizer: torch.optim.Optimizer) -> int:
         (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
         (torch.optim.RMSprop, {"centered": True}),
         (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adafactor, {}),
     ],
 )
 def test_as_many_states_are_planned_as_an_optimizer_makes(
