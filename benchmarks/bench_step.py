@@ -17,6 +17,10 @@ of all the tokens. All runs then checkpoint layers, by DeepSpeed's function, and
 tied, so that losses can be equal. `loss_difference` is how far the mean losses of a run's steps are
 from stock's, as a fraction.
 
+With --muon all runs are DeepSpeed's Muon, and its CPU offload is the first of them. Stock with its
+drives brings whole sub-groups into memory. Kernels are not compiled, which takes minutes for each
+shape.
+
 With --vary the runs are memascend's own and differ in one key; ratios are to the first:
 
     heap   freed memory goes back to the system: what it saves at the peak, what page faults cost
@@ -63,12 +67,14 @@ class Contender:
     Attributes:
         optimizer: Keys of offload_optimizer.
         block: The memascend block, or None for stock.
+        device: Where parameters and the optimizer are offloaded to.
         limit_bytes: `host_memory_limit` of that block for each parameter; 0: none is stated.
         is_one_pass: Whether a step is one micro-step of as many slices as others have micro-steps.
     """
 
     optimizer: Mapping[str, Any]
     block: Mapping[str, Any] | None = None
+    device: str = "nvme"
     limit_bytes: int = 0
     is_one_pass: bool = False
 
@@ -105,6 +111,18 @@ ONE_PASSES = {
     STOCK: CONTENDERS[STOCK],
     ACCUMULATED: Contender({}, block=_HEAP),
     ONE_PASS: Contender({}, block=_HEAP, is_one_pass=True),
+}
+#: With --muon. Updates are not clipped: their norm says nothing of gradients.
+MUON: dict[str, Any] = {
+    "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01}},
+    "gradient_clipping": 0.0,
+}
+CPU_OFFLOAD = "CPU offload"
+MUONS = {
+    CPU_OFFLOAD: Contender({}, device="cpu"),
+    STOCK: CONTENDERS[STOCK],
+    OURS: CONTENDERS[OURS],
+    f"{OURS}, 64 MiB": Contender({}, block={"host_memory_limit": "64MiB"}),
 }
 #: With --vary: contenders by name.
 VARIATIONS = {
@@ -149,7 +167,10 @@ def training_config(
         parameters={"buffer_count": 8, "buffer_size": model.largest_numel},
         optimizer=optimizer,
     )
-    return config | dict(micro_steps)
+    config |= micro_steps
+    if config["optimizer"]["type"] == "Muon":  # refuses it
+        config["zero_optimization"]["reduce_scatter"] = False
+    return config
 
 
 def trainee_of(
@@ -160,13 +181,16 @@ def trainee_of(
     *,
     tokens: int = TOKENS,
     micro_steps: Mapping[str, Any] = MappingProxyType({}),
-    clipping: float = 1.0,
+    clipping: float | None = None,
     accelerator: str = "cpu",
     checkpoints: bool = False,
 ) -> Trainee:
     """Return the run of a contender, which has not started."""
     config = training_config(model, contender.optimizer, directory, micro_steps)
-    config["gradient_clipping"] = clipping
+    if clipping is not None:
+        config["gradient_clipping"] = clipping
+    for offload in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][offload]["device"] = contender.device
     options = ["--checkpointing", "deepspeed"] if checkpoints else []
     block = contender.block_for(model)
     if contender.is_one_pass:
@@ -183,6 +207,7 @@ def trainee_of(
         tokens=tokens,
         options=options,
         accelerator=accelerator,
+        environment={"TORCHDYNAMO_DISABLE": "1"} if "optimizer" in micro_steps else {},
     )
 
 
@@ -356,6 +381,8 @@ def run_and_report(options: argparse.Namespace) -> None:
     contenders = CONTENDERS if options.accumulation == 1 else ACCUMULATING
     if options.one_pass:
         contenders = ONE_PASSES
+    if options.muon:
+        name, question, contenders = "muon", "Step with Muon: time and traffic", MUONS
     if options.vary is not None:
         name, question = options.vary, f"Step: time and memory by {options.vary}"
         cases = LIMITED_CASES if name == "limit" else VARIED_CASES
@@ -371,6 +398,7 @@ def run_and_report(options: argparse.Namespace) -> None:
     micro_steps = {
         "gradient_accumulation_steps": options.accumulation,
         "data_types": {"grad_accum_dtype": options.sum_dtype},
+        **(MUON if options.muon else {}),
     }
     rows = list(
         run(
@@ -383,6 +411,8 @@ def run_and_report(options: argparse.Namespace) -> None:
             build=build,
         )
     )
+    if options.muon:  # the transfers alone are those of Adam
+        rows = [row for row in rows if row.contender != DRIVE]
     for part in ("training", "optimizer", "memory"):
         harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
     harness.write(name, rows, options.out)
@@ -404,6 +434,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--one-pass", action="store_true", help="slices in the place of micro-steps, beside these"
     )
+    parser.add_argument("--muon", action="store_true", help="DeepSpeed's Muon, in all runs")
     parser.add_argument("--sum-dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument(
         "--emulated", action="store_true", help="train on the emulated device of the tests"

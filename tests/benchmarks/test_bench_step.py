@@ -116,6 +116,26 @@ def test_one_pass_has_as_many_slices_as_others_have_micro_steps(tmp_path: Path) 
     assert parse_block(one_pass.block or {}).micro_batches.slices_of(8) == 8
 
 
+def test_muon_is_beside_cpu_offload_in_runs_that_differ_in_the_offload_alone(
+    tmp_path: Path,
+) -> None:
+    runs = {
+        name: bench_step.trainee_of(
+            name, contender, trainee.Model(1), tmp_path, micro_steps=bench_step.MUON
+        )
+        for name, contender in bench_step.MUONS.items()
+    }
+    zeros = {name: run.config["zero_optimization"] for name, run in runs.items()}
+    devices = {name: zero["offload_optimizer"]["device"] for name, zero in zeros.items()}
+    assert next(iter(devices.items())) == (bench_step.CPU_OFFLOAD, "cpu")
+    assert devices[bench_step.STOCK] == devices[bench_step.OURS] == "nvme"
+    assert {zero["reduce_scatter"] for zero in zeros.values()} == {False}
+    for run in runs.values():
+        assert run.config["optimizer"]["type"] == "Muon"
+        assert run.config["gradient_clipping"] == 0
+        assert run.environment == {"TORCHDYNAMO_DISABLE": "1"}
+
+
 def test_losses_of_steps_are_compared_by_their_means() -> None:
     stock = [{"loss": "2.0,4.0"}, {"loss": "1.0,1.0"}]
     assert bench_step.loss_difference([{"loss": "3.0"}, {"loss": "1.5"}], stock) == 0.5
