@@ -33,6 +33,8 @@ def exact_cases() -> list[Case]:
         replace(PLAIN, by_slice=True, world=2, gradients_in_fp32=True, family="mixtral"),
         replace(PLAIN, by_slice=True, world=2, dtype="fp16", scale_power=12, saved_bytes=0),
         replace(PLAIN, by_slice=True, during_backward=True, clipping=0.0, steps=4, world=2),
+        replace(PLAIN, optimizer_type="Muon", limit_bytes=48 << 20),
+        replace(PLAIN, optimizer_type="Muon", family="mixtral", slices=2, saved_bytes=0),
     ]
 
 

@@ -232,6 +232,7 @@ def build_model(case: Case, config: dict[str, Any], *, seed: int = SEED) -> nn.M
         model = make()
     model = models.adapted(case.family, model)
     for name, parameter in model.named_parameters():
+        parameter.is_expert_group = len(getattr(parameter, "ds_shape", parameter.shape)) == 3
         # Outside zero.Init GatheredParameters finds nothing partitioned and does nothing.
         with (
             torch.no_grad(),
