@@ -119,6 +119,7 @@ def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case:
         assert "optimizer tiles" in rows  # whole sub-groups would be in other buffers
         if case.limit_bytes:
             assert 0 < ledger["held_bytes_peak"] <= case.limit_bytes
+            assert ledger["live_bytes"] == pytest.approx(ledger["planned_bytes"], rel=0.02)
 
 
 @pytest.mark.parametrize("case", quick(matrix.sum_cases(), 0, 1), ids=case_name)

@@ -21,12 +21,18 @@ STEPS = 4
 
 def written_bytes_of_a_step(bench: Bench, case: Case) -> tuple[float, int]:
     """Bytes one more step writes, and bytes that lie on the drive in the end."""
+    _, written, on_drive = moved_bytes_of_a_step(bench, case)
+    return written, on_drive
+
+
+def moved_bytes_of_a_step(bench: Bench, case: Case) -> tuple[float, float, int]:
+    """Bytes that one more step reads and writes, and bytes that lie on the drive in the end."""
     shorter, longer = (
         bench.run(replace(case, steps=steps), "memascend")[0]["ledger"]["drive"]
         for steps in (STEPS, 2 * STEPS)
     )
-    written = longer["bytes_written"] - shorter["bytes_written"]
-    return written / STEPS, longer["used_bytes"]
+    read, written = (longer[key] - shorter[key] for key in ("bytes_read", "bytes_written"))
+    return read / STEPS, written / STEPS, longer["used_bytes"]
 
 
 def test_frozen_weights_are_written_once(bench: Bench) -> None:
@@ -43,13 +49,14 @@ def test_a_skipped_step_writes_gradients_and_nothing_else(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_step_of_muon_writes_what_the_plan_says(bench: Bench, clipping: float) -> None:
+def test_a_step_of_muon_moves_what_the_plan_says(bench: Bench, clipping: float) -> None:
     case = Case(optimizer_type="Muon", clipping=clipping)
-    written, on_drive = written_bytes_of_a_step(bench, case)
+    read, written, on_drive = moved_bytes_of_a_step(bench, case)
     request = PlanRequest.from_deepspeed(
         deepspeed_json(case, "memascend", "/drive"), has_decay_groups=False
     )
     plan = derive(from_module(models.maker(case.family)()), request=request)
     assert plan.updates_bytes > 0
+    assert read == pytest.approx(sum(plan.read_bytes.values()), rel=0.05)
     assert written == pytest.approx(sum(plan.written_bytes.values()), rel=0.05)
     assert on_drive == pytest.approx(sum(plan.drive.values()), rel=0.05)

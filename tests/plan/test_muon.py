@@ -107,19 +107,20 @@ def test_a_step_of_matrices_moves_fourteen_bytes_in_and_twelve_out() -> None:
     assert before.written + after.written == 10 * numel
 
 
-def test_a_limit_holds_for_any_number_of_layers() -> None:
-    """Tiles, slots and staging do not depend on it."""
-    host = set()
+def test_host_memory_under_a_limit_does_not_grow_with_the_layers() -> None:
+    """Tiles, slots and staging do not depend on them; what is left of the limit keeps tensors."""
+    host, without_cache = set(), set()
     for count in (4, 16, 64):
         tensors = tuple(
             TensorShape(f"layers.{number}.up.weight", (4096, 1024), trainable=True)
             for number in range(count)
         )
         request = PlanRequest(optimizer="Muon")
-        host.add(
-            derive(ModelShapes("m", tensors), request=request, limit_bytes=64 << 20).host_bytes
-        )
+        plan = derive(ModelShapes("m", tensors), request=request, limit_bytes=64 << 20)
+        host.add(plan.host_bytes)
+        without_cache.add(plan.host_bytes - plan.host["resident cache"])
     assert max(host) <= 64 << 20
+    assert len(host) == len(without_cache) == 1
 
 
 def test_matrices_form_sub_groups_of_their_own() -> None:
