@@ -19,7 +19,8 @@ from stock's, as a fraction.
 
 With --muon all runs are DeepSpeed's Muon, and its CPU offload is the first of them. Stock with its
 drives brings whole sub-groups into memory. Kernels are not compiled, which takes minutes for each
-shape.
+shape. On the CPU accelerator their temporaries are malloc's, so that memascend is there with the
+heap left alone, too.
 
 With --vary the runs are memascend's own and differ in one key; ratios are to the first:
 
@@ -122,7 +123,8 @@ MUONS = {
     CPU_OFFLOAD: Contender({}, device="cpu"),
     STOCK: CONTENDERS[STOCK],
     OURS: CONTENDERS[OURS],
-    f"{OURS}, 64 MiB": Contender({}, block={"host_memory_limit": "64MiB"}),
+    f"{OURS}, heap left alone": Contender({}, block=_HEAP),
+    f"{OURS}, 64 MiB": Contender({}, block={"host_memory_limit": "64MiB", **_HEAP}),
 }
 #: With --vary: contenders by name.
 VARIATIONS = {
