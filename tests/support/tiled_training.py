@@ -164,6 +164,17 @@ class Training:
             self.stream.step(step)
         self.stream.drain()
 
+    def load(self, name: str, state: str | None, value: torch.Tensor) -> None:
+        """Load the master weights, or a state, as from a file; `drain` waits."""
+
+        def source(offset: int, target: torch.Tensor) -> None:
+            target.copy_(value.view(torch.uint8)[offset:][: target.numel()])
+
+        if state is None:
+            self.stream.load_weights(name, self.members[name], source)
+        else:
+            self.groups.load(name, state=state, dtype=value.dtype, source=source)
+
     def master(self, name: str, state: str | None = None) -> torch.Tensor:
         value = torch.empty(SIZES[name])
         self.groups.get(name, 0, value, state=state)

@@ -76,6 +76,7 @@ class CheckpointHooks:
         if self._loads_states:
             self._upstream.set_scaler(source.zero_states)
             optimizer_states, tensors = source.optimizer_states, source.tensors
+        self._upstream.partition_parameters()  # their keys are written with the master weights
         self._restore(optimizer_states, tensors)
         self._upstream.refresh_parameters()
 

@@ -471,28 +471,27 @@ class TiledSteps:
         self._groups.discard_states()
 
     def load_tensor(self, tensor: Any) -> None:
-        """Load a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        """Load a LoadedTensor: a state, or master weights and parameters, none of them staged."""
         self.current.note_load()
-        master = self._upstream.masters[tensor.sub_group]
-        self._groups.load(
-            master.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
-        )
-        if tensor.state is not None:
-            stored = self._groups.group(master.ds_id).states[tensor.state]
-            self._upstream.base.state[master][tensor.state] = torch.empty(0, dtype=stored)
+        number, state, fill = tensor.sub_group, tensor.state, tensor.reader.fill
+        master = self._upstream.masters[number]
+        if state is None:
+            self._stream.load_weights(master.ds_id, self._upstream.members(number), fill)
+            return
+        self._groups.load(master.ds_id, state=state, dtype=tensor.dtype, source=fill)
+        stored = self._groups.group(master.ds_id).states[state]
+        self._upstream.base.state[master][state] = torch.empty(0, dtype=stored)
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
         """Replay a call of the operator on the fused step's running powers too."""
         self._fused.advance(step, betas)
 
     def refresh(self, original: Original) -> None:
-        """Write the values of the master weights to the parameters, after a load."""
+        """Let parameters in memory point to their new values, after a load has written all."""
         self.finish()
-        self.drop_ahead(LOADED)
-        for number, master in enumerate(self._upstream.masters):
-            self._stream.refresh(master.ds_id, self._upstream.members(number))
-            self._upstream.update_parameters(number)
         self._stream.drain()
+        for number in range(len(self._upstream.masters)):
+            self._upstream.update_parameters(number)
 
     def mend(self) -> None:
         """Note that all values belong to one step again."""

@@ -117,6 +117,7 @@ class Halves:
         begin: int,
         numel: int,
         source: Callable[[int, torch.Tensor], None],
+        rounded: Callable[[int, int], Iterable[Run]] | None = None,
     ) -> None:
         """Cut weights into two reserved keys; on return they are in the store.
 
@@ -127,6 +128,8 @@ class Halves:
             begin: First element in the keys.
             numel: Number of weights.
             source: Called with (first weight, fp32 tensor); fills the tensor.
+            rounded: Returns the runs of (first element, elements) that get the weights, rounded to
+                nearest even; None: none do.
 
         Raises:
             StoreError: A write failed.
@@ -141,6 +144,8 @@ class Halves:
                 source(first, chunk.weights)
                 low_bits.cut(chunk.weights, chunk.high, chunk.low)
                 self._write(chunk, [(high, chunk.high), (low, chunk.low)], begin)
+                if rounded is not None:
+                    self._write_rounded(chunk, rounded(begin + first, count))
             while writing:
                 self._end(writing.popleft())
         except Exception:
@@ -194,6 +199,12 @@ class Halves:
             chunk.add(
                 self._store.write(key=key, source=source, offset_bytes=offset, hold=chunk.slot)
             )
+
+    def _write_rounded(self, chunk: _Chunk, runs: Iterable[Run]) -> None:
+        values = chunk.flags(HIGH_DTYPE).copy_(chunk.weights)  # no flag is read or written
+        for key, offset, count, first in runs:
+            part = values.narrow(0, first, count)
+            chunk.add(self._store.write(key=key, source=part, offset_bytes=offset, hold=chunk.slot))
 
     def _runs(self, numel: int) -> Iterator[tuple[int, int]]:
         step = _numel_of(self._slots.slot_bytes)

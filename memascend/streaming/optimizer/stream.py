@@ -143,38 +143,42 @@ class OptimizerStream:
         self._gradient_stream.note_factor(step.name, step.factor, step.parameter.dtype)
         self._step.note_stepped()
 
-    def refresh(self, name: str, members: Sequence[Member]) -> None:
-        """Set every member's value from its master weights.
+    def load_weights(
+        self,
+        name: str,
+        members: Sequence[Member],
+        source: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Replace a sub-group's master weights as a whole, and its members by them, rounded.
 
-        A member that is the high half of its master weights has that value.
+        Nothing is read from the store. `drain` waits for the writes, and raises their errors.
+
+        Args:
+            name: The sub-group.
+            members: All of its parameters. Nothing in memory may be a copy of those with a key.
+            source: Called with (offset, uint8 tensor); fills the tensor with the bytes from there.
+
+        Raises:
+            StoreError: The drive failed; some of the values are new.
         """
-        group = self.groups.group(name)
-        if group.form is MasterForm.ROUNDED:
-            return
+        group, store = self.groups.group(name), self.groups.store
         self.drain()
         for member in members:
             if member.key is not None:
-                nbytes = member.numel * member.dtype.itemsize
-                make_anew(self.groups.store, member.key, nbytes)
+                make_anew(store, member.key, member.numel * member.dtype.itemsize)
+        if group.is_split:
+            self.groups.load_halves(name, source)
+            return
+        make_anew(store, group.key(), group.numel * self.groups.master_dtype.itemsize)
         for begin in self.tiles.begins(group.numel):
             tile = self.tiles.take(name, begin, group.numel)
             try:
-                self._read_whole(tile, group)
+                weights = tile.master.narrow(0, 0, tile.numel)
+                source(begin * weights.itemsize, weights.view(torch.uint8))
+                self.tiles.write(tile, group.key(), weights)
                 self._give_to_members(tile, members, is_cast=False)
             finally:
                 self.tiles.retire(tile)
-
-    def _read_whole(self, tile: Tile, group: SubGroup) -> None:
-        """Read a tile's master weights, and wait for them."""
-        if not group.is_split:
-            self.tiles.read(tile, group.key(), tile.master)
-            tile.transfers.wait()
-            return
-        low = tile.raw.view(group.low_bits.dtype).narrow(0, 0, tile.numel)
-        self.tiles.read(tile, group.key(), low)
-        self.tiles.read(tile, group.high_key, tile.high)
-        tile.transfers.wait()
-        group.low_bits.join(tile.high, low, None, tile.master.narrow(0, 0, tile.numel))
 
     def drain(self) -> None:
         """Wait until nothing is in flight; ends the current walk, if any.

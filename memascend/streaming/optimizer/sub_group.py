@@ -196,7 +196,11 @@ class SubGroup:
         """Yield the runs of the high halves of a range."""
         if self.form is MasterForm.EXACT:
             yield self.high_key, 2 * begin, numel, 0
-            return
+        else:
+            yield from self.member_runs(begin, numel)
+
+    def member_runs(self, begin: int, numel: int) -> Iterator[Run]:
+        """Yield the runs of the members' values in a range."""
         for member in self.members:
             first, count = member.overlap(begin, numel)
             if count > 0:

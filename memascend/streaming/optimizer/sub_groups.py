@@ -348,15 +348,15 @@ class SubGroups:
         self,
         name: str,
         *,
-        state: str | None,
+        state: str,
         dtype: torch.dtype,
         source: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Replace the master weights, or a state that may be new, as a whole.
+        """Replace a state, which may be new, as a whole.
 
         Args:
             name: The sub-group.
-            state: None for the master weights.
+            state: Name of the state.
             dtype: Dtype of the values: the stored one, or fp32 of a state that is stored in codes.
             source: Called with (offset, uint8 tensor); fills the tensor with the bytes from there.
 
@@ -366,20 +366,16 @@ class SubGroups:
         """
         group = self._groups[name]
         self._tiles.drain()
-        if state is None and group.is_split:
-            self._load_halves(group, source)
-            return
-        if state is not None and is_code(self._tiles.shape.moments.get(state)):
+        if is_code(self._tiles.shape.moments.get(state)):
             self._load_coded(group, state, source)
             return
         nbytes = group.numel * dtype.itemsize
-        if state is not None and state == group.flag_state:
+        if state == group.flag_state:
             self.keep_high(name)
             source = _without_signs(group, state, dtype, source)
         make_anew(self.store, group.key(state), nbytes)
-        if state is not None:
-            self._note_state(group, state, dtype)
-            group.fills.pop(state, None)
+        self._note_state(group, state, dtype)
+        group.fills.pop(state, None)
         self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
 
     def _load_coded(
@@ -400,7 +396,13 @@ class SubGroups:
 
         self._coded.fill(group.code_keys(state), 0, group.numel, fill)
 
-    def _load_halves(self, group: SubGroup, source: Callable[[int, torch.Tensor], None]) -> None:
+    def load_halves(self, name: str, source: Callable[[int, torch.Tensor], None]) -> None:
+        """Replace master weights in halves as a whole, and all members by them, rounded.
+
+        Raises:
+            StoreError: The drive failed; some of the values are new.
+        """
+        group = self._groups[name]
         for key, dtype in ((group.key(), group.low_bits.dtype), (group.high_key, HIGH_DTYPE)):
             make_anew(self.store, key, group.numel * dtype.itemsize)
         if group.form is MasterForm.ROUNDED:
@@ -413,6 +415,7 @@ class SubGroups:
             begin=0,
             numel=group.numel,
             source=lambda first, weights: source(first * 4, weights.view(torch.uint8)),
+            rounded=group.member_runs,
         )
 
     def discard_states(self) -> None:

@@ -38,7 +38,9 @@ class Optimizer:
         self.calls: list[Any] = []
         note = self.calls.append
         self.stage3 = SimpleNamespace(
-            loss_scaler="ours", reset_swap_buffers=lambda: note("parameters")
+            loss_scaler="ours",
+            _partition_all_parameters=lambda: note("partition"),
+            reset_swap_buffers=lambda: note("parameters"),
         )
         steps: Any = SimpleNamespace(finish=lambda: note("finish"), drop_ahead=note)
         runtime = stand_in(staging=None)
@@ -99,9 +101,19 @@ def test_a_checkpoint_is_restored_once_and_then_the_parameters(
         optimizer.hooks.restore()
         optimizer.hooks.restore()
     assert restored == [({"state": {}}, [MASTER, MOMENT])]
-    assert optimizer.calls == ["parameters"]
+    assert optimizer.calls == ["partition", "parameters"]
     assert optimizer.stage3.loss_scaler == "theirs"
     assert (optimizer.stage3.dynamic_loss_scale, optimizer.stage3.overflow) == (True, False)
+
+
+def test_no_parameter_is_staged_when_its_key_is_written(
+    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[Any] = []
+    monkeypatch.setattr(checkpoint, "restore", lambda *_: before.extend(optimizer.calls))
+    with optimizer.hooks.active(SOURCE):
+        optimizer.hooks.restore()
+    assert before == ["partition"]
 
 
 def test_the_weights_alone_come_without_states_and_without_the_loss_scale(
@@ -124,7 +136,7 @@ def test_a_restore_that_fails_is_not_tried_again_by_deepspeeds_next_call(
         with pytest.raises(StoreError):
             optimizer.hooks.restore()
         optimizer.hooks.restore()
-    assert optimizer.calls == []
+    assert optimizer.calls == ["partition"]
 
 
 def test_where_upstream_loads_16_bit_weights_it_takes_the_exact_ones(
@@ -135,7 +147,7 @@ def test_where_upstream_loads_16_bit_weights_it_takes_the_exact_ones(
     optimizer.calls.clear()
     with optimizer.hooks.active(SOURCE, with_states=False):
         optimizer.hooks.load_weights(optimizer.stock)
-    assert (optimizer.calls, restored) == (["parameters"], [({}, [MASTER])])
+    assert (optimizer.calls, restored) == (["partition", "parameters"], [({}, [MASTER])])
 
 
 # -- parameters on a drive, the optimizer in memory ----------------------------------------------

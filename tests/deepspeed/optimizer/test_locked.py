@@ -72,6 +72,7 @@ def load(optimizer: Tiled) -> None:
     source = CheckpointSource(zero_states={}, optimizer_states={}, tensors=[])
     attachment: Any = SimpleNamespace(runtime=optimizer.runtime)
     optimizer.stage3.reset_swap_buffers = lambda: None
+    optimizer.stage3._partition_all_parameters = lambda: None
     hooks = CheckpointHooks(optimizer.upstream, lambda: attachment, optimizer.steps)
     with hooks.active(source, with_states=False):
         hooks.restore()

@@ -183,7 +183,7 @@ def test_a_second_moment_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="exp_avg_sq of sub-group 0_3 would be -1"):
         one.groups.set("0_3", 5, torch.full((100,), -1.0), state="exp_avg_sq")
     with pytest.raises(ValueError, match="exp_avg_sq of sub-group 5_9 would be -2"):
-        load(one, "5_9", "exp_avg_sq", torch.tensor([1.0, -2.0, 3.0]))
+        one.load("5_9", "exp_avg_sq", torch.tensor([1.0, -2.0, 3.0]))
     one.groups.set("0_3", 5, torch.full((100,), -1.0), state="exp_avg")
 
 
@@ -193,13 +193,6 @@ def test_a_second_moment_below_zero_is_refused() -> None:
 def streamed(one: Training, name: str, state: str | None) -> torch.Tensor:
     dtype = one.groups.group(name).read_dtypes.get(state or "", torch.float32)
     return torch.cat([part.clone() for part in one.groups.stream(name, state)]).view(dtype)
-
-
-def load(one: Training, name: str, state: str | None, value: torch.Tensor) -> None:
-    def source(offset: int, target: torch.Tensor) -> None:
-        target.copy_(value.view(torch.uint8)[offset:][: target.numel()])
-
-    one.groups.load(name, state=state, dtype=value.dtype, source=source)
 
 
 @pytest.mark.parametrize(("moments", "low_bits"), FORMS)
@@ -213,9 +206,8 @@ def test_fp32_files_give_a_run_back_all_that_it_had(
     resumed.groups.begin_load()
     resumed.groups.discard_states()
     for state, name in itertools.product(order, SIZES):
-        load(resumed, name, state, streamed(saved, name, state))
+        resumed.load(name, state, streamed(saved, name, state))
     for name in SIZES:
-        resumed.stream.refresh(name, resumed.members[name])
         assert list(resumed.groups.group(name).states.items()) == list(moments.items())
     resumed.stream.drain()
     for steps in ((), (3, 4)):

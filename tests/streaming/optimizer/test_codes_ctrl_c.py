@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.streaming.optimizer.test_codes import MOMENTS, load, run, streamed, training
+from tests.streaming.optimizer.test_codes import MOMENTS, run, streamed, training
 from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.tiled_training import SIZES, Training
 
@@ -48,7 +48,7 @@ def replace(made: Training) -> None:
     made.slots.wait_writes()  # as a load does: of keys that are about to go
     made.groups.discard_states()
     for (name, state), value in saved().items():
-        load(made, name, state, value)
+        made.load(name, state, value)
 
 
 @each_stride(31)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -215,26 +216,19 @@ def test_what_a_checkpoint_gets_has_the_bytes_of_whole_weights() -> None:
             assert torch.equal(*parts)
 
 
-def load(one: Training, values: dict[str, torch.Tensor], state: str | None) -> None:
-    def source(value: torch.Tensor, offset: int, target: torch.Tensor) -> None:
-        target.copy_(value.view(torch.uint8)[offset:][: target.numel()])
-
-    for name, value in values.items():
-        one.groups.load(name, state=state, dtype=torch.float32, source=partial(source, value))
-
-
 @pytest.mark.parametrize("before", [[], [steps(0)], [steps(0), change_members]])
-def test_loaded_values_replace_all(before: list[Callable[[Training], None]]) -> None:
+def test_loaded_values_replace_all(
+    before: list[Callable[[Training], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     split = training(split=True)
     for act in before:
         act(split)
     _, whole = both(steps(4), set_ties, idle_step)
     split.groups.begin_load()
-    load(split, {name: whole.master(name) for name in SIZES}, None)
-    for moment in MOMENTS:
-        load(split, {name: whole.master(name, moment) for name in SIZES}, moment)
-    for name in SIZES:
-        split.stream.refresh(name, split.members[name])
+    with monkeypatch.context() as patch:
+        patch.setattr(split.store, "read", pytest.fail)
+        for state, name in itertools.product((None, *MOMENTS), SIZES):
+            split.load(name, state, whole.master(name, state))
     split.stream.drain()
     for name in SIZES:
         assert torch.equal(split.master(name), whole.master(name))
@@ -248,7 +242,7 @@ def test_a_damaged_second_moment_is_refused() -> None:
     split = training(split=True)
     steps(0)(split)
     with pytest.raises(ValueError, match="would be -2"):
-        load(split, {"5_9": torch.tensor([1.0, -2.0, 3.0])}, "exp_avg_sq")
+        split.load("5_9", "exp_avg_sq", torch.tensor([1.0, -2.0, 3.0]))
 
 
 def test_dropped_states_leave_the_master_weights() -> None:

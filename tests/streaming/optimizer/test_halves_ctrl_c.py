@@ -75,6 +75,32 @@ def test_ctrl_c_in_a_change_of_form_leaves_every_master_weight(
         assert torch.equal(masters(made), expected[is_stepped]), places
 
 
+@each_stride(23)
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_load_that_ctrl_c_ended_is_right_when_it_is_made_again(
+    is_split: bool, stride: int
+) -> None:
+    box: list[Training] = []
+
+    def load() -> None:
+        (made,) = box
+        made.groups.begin_load()
+        for name, weights in made.initial.items():
+            made.load(name, None, -weights)
+        made.stream.drain()
+
+    def make() -> Callable[[], None]:
+        box[:] = [training(split=is_split, tile_numel=16384, tile_count=2, slots=SLOTS)]
+        return load
+
+    for places in interruptions(make, stride):
+        load()
+        (made,) = box
+        for name, weights in made.initial.items():
+            assert torch.equal(made.master(name), -weights), places
+            assert torch.equal(made.parameter(name), -weights.bfloat16()), places
+
+
 def test_a_slot_whose_read_ctrl_c_has_left_in_flight_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch, expected: list[torch.Tensor]
 ) -> None:

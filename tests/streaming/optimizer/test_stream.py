@@ -84,12 +84,20 @@ def test_size_and_number_of_tiles_do_not_show(tile_numel: int, tile_count: int) 
         assert torch.equal(training.master(name), param.data)
 
 
-def test_members_take_the_values_of_changed_master_weights() -> None:
-    training = Training(MAKERS["Adam"])
-    training.groups.set("0_3", 0, torch.arange(SIZES["0_3"]).float(), state=None)
-    training.stream.refresh("0_3", training.members["0_3"])
-    training.stream.drain()
-    assert torch.equal(training.parameter("0_3"), torch.arange(SIZES["0_3"]).float().bfloat16())
+@pytest.mark.parametrize("make_device", [lambda: None, LateDevice])
+@pytest.mark.parametrize("tile_count", [1, 3])
+def test_members_take_loaded_weights_as_these_pass_by(
+    tile_count: int, make_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(MAKERS["Adam"], device=make_device(), tile_count=tile_count)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.store, "read", pytest.fail)
+        for name, weights in training.initial.items():
+            training.load(name, None, -weights)
+        training.stream.drain()
+    for name, weights in training.initial.items():
+        assert torch.equal(training.master(name), -weights)
+        assert torch.equal(training.parameter(name), -weights.bfloat16())
 
 
 def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
@@ -285,8 +293,8 @@ def test_half_a_step_is_never_taken_for_a_whole_one(after: int) -> None:
     with pytest.raises(TornStepError):
         training.current.check()
     for name, numel in SIZES.items():
-        training.groups.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
-        training.stream.refresh(name, training.members[name])
+        training.load(name, None, torch.zeros(numel))
+        training.stream.drain()
         assert torch.equal(training.master(name), torch.zeros(numel))
     with pytest.raises(TornStepError):
         training.step(gradients, 1.0)
@@ -314,11 +322,8 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
     training.groups.discard_states()
     for name, numel in SIZES.items():
         for state in (None, "exp_avg", "exp_avg_sq"):
-            training.groups.load(
-                name, state=state, dtype=torch.float32, source=lambda _, to: to.zero_()
-            )
+            training.load(name, state, torch.zeros(numel))
             training.optimizer.state[training.parameters[name]]["step"] = torch.tensor(1.0)
-        training.stream.refresh(name, training.members[name])
         training.stream.drain()
         assert torch.equal(training.master(name), torch.zeros(numel))
         assert torch.equal(training.parameter(name), torch.zeros(numel).bfloat16())

@@ -27,8 +27,8 @@ def masters(made: Training) -> torch.Tensor:
 
 def load(made: Training) -> None:
     for name in SIZES:
-        made.groups.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
-        made.stream.refresh(name, made.members[name])
+        made.stream.load_weights(name, made.members[name], lambda _, to: to.zero_())
+    made.stream.drain()
     made.current.mend()
 
 
