@@ -41,6 +41,7 @@ from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.hand_over import HandOver
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
@@ -102,6 +103,7 @@ class Runtime:
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
         self.device = replace(device, new_event=self.new_event)
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
+        self.hand_over = HandOver()  # of its values to parameters that wait for them
         self.guesses: Guesses | None = None  # counted by the optimizer
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
         self._guard = Guard(self.lock)
@@ -174,6 +176,7 @@ class Runtime:
                 staging=self.staging if is_bounded else None,
                 device=torch.device(self.device.name),
                 background=self.background,
+                hand_over=self.hand_over,
                 lender=self.store if is_bounded else None,
             )
         return self._parameters
@@ -239,6 +242,7 @@ class Runtime:
             tiles=tiles,
             gradient_stream=self.gradients,
             take_over=None if self.store is None else self.store.take_over,
+            hand_over=self.hand_over,
         )
         return self._optimizer
 

@@ -69,6 +69,8 @@ class Plan(Footprint):
     prefetch_bytes: int  # the part of that budget that read-ahead may fill
     slot_bytes_max: int  # larger shards pass through the staging slots in chunks
     backward_parameters_bytes: int  # bytes of parameters that a backward pass reads
+    #: Bytes that forward need not read if it waits for the step behind it; of `read_bytes`.
+    handed_over_bytes: int
     halves_read_bytes: int  # bytes of parameters that the step reads, as halves of master weights
     gradient_room_bytes: int  # device bytes of gradients that wait for the drive
     #: Part of the gradients that backward waits for: those of a layer that exceed all room.
@@ -307,6 +309,7 @@ def _traffic(
         "read_bytes": read,
         "written_bytes": read | written,
         "passes_read_bytes": passes_parameters + passes_gradients,
+        "handed_over_bytes": 0 if early_numel else _handed_over(shapes, request, drive, knobs),
         "halves_read_bytes": halves_bytes,
         "passes_written_bytes": passes_written,
         "updates_bytes": updates_bytes,
@@ -363,6 +366,21 @@ def _pass_bytes(
     # Parameters that forward used last are still on the device, too.
     both_bytes = min(request.passes_bytes(nbytes, shapes.numel), 2 * nbytes - held_bytes)
     return held_bytes, both_bytes
+
+
+def _handed_over(
+    shapes: ModelShapes, request: PlanRequest, drive: Mapping[str, int], knobs: Knobs
+) -> int:
+    """Return the bytes of new parameters that the walk copies to slots of a waiting forward pass.
+
+    All parameters on the drive that are trained and have slots; none if the walk does not overlap
+    the forward pass. Fewer are copied where forward computes longer than the walk takes.
+    """
+    if not request.overlaps or request.optimizer_device != "nvme":
+        return 0
+    trained = [one.shard_numel(request.world) for one in shapes.trainable]
+    sizes = [numel * request.param_itemsize for numel in trained]
+    return min(drive[PARAMETERS], sum(size for size in sizes if size <= knobs.slot_bytes))
 
 
 def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, int]:

@@ -75,6 +75,8 @@ class DriveTime:
         # stays a lower bound.
         sums = _Moved(sums_read / steps, plan.passes_written_bytes / steps)
         backward = back.beside(sums).beside(_Moved(activation_bytes, 0))
+        # If compute takes longer than this part, forward reads more, and the time is compute's.
+        handed_over = _Moved(-plan.handed_over_bytes, 0)
         early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(
             first_forward_s=seconds(first),
@@ -82,7 +84,7 @@ class DriveTime:
             backward_s=seconds(backward),
             last_backward_s=seconds(backward.beside(early)),
             optimizer_s=seconds(rest),
-            behind_s=seconds(first.beside(rest)),
+            behind_s=seconds(first.beside(rest).beside(handed_over)),
             held_up_s=plan.held_up * seconds(sums),
             last_held_up_s=plan.held_up * seconds(early if plan.request.during_backward else sums),
             micro_steps=steps,

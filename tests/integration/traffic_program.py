@@ -150,7 +150,7 @@ def train(engine: Any, steps: int, options: argparse.Namespace) -> None:
         engine.backward(loss)
         gathers.phase = ""
         engine.step()
-    engine.optimizer.finish_walk()
+        engine.optimizer.finish_walk()  # else it hands values over to a forward pass that waits
 
 
 def parser() -> argparse.ArgumentParser:

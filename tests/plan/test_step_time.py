@@ -74,8 +74,10 @@ def drive_time(ranks: int = 1, **changes: object) -> DriveTime:
 def test_the_parts_of_a_plan_are_all_that_it_moves(steps: int) -> None:
     plan = plan_of(gradient_accumulation_steps=steps, accumulation_dtype="fp32")
     # A drive that reads alone, and one that writes alone, have to take all of it.
+    # But it does not read values that the step hands over to the forward pass which waits for it.
+    assert plan.handed_over_bytes > 0
     for rates, nbytes in (
-        (READS, sum(plan.read_bytes.values())),
+        (READS, sum(plan.read_bytes.values()) - plan.handed_over_bytes),
         (WRITES, sum(plan.written_bytes.values())),
     ):
         drive = DriveTime.of_plan(plan, rates)
@@ -88,13 +90,24 @@ def test_no_step_is_faster_than_the_drive_is_with_all_of_it() -> None:
     drive = drive_time()
     assert max(drive.optimizer_s, drive.first_forward_s) <= drive.behind_s
     assert drive.behind_s <= drive.optimizer_s + drive.first_forward_s
-    # Forward reads parameters; the optimizer reads and writes both halves of weights, and states,
-    # and reads gradients.
-    read_s, written_s = (2 + 4 + 8 + 2) / 5e9, (4 + 8) / 4e9
+    # The optimizer reads and writes both halves of weights, and states, and reads gradients.
+    # Forward reads embedding and head, which have no slot; all else is handed over.
+    slotless = 2 * max(one.numel for one in SHAPES.tensors) / SHAPES.numel
+    read_s, written_s = (2 * slotless + 4 + 8 + 2) / 5e9, (4 + 8) / 4e9
     assert drive.behind_s == pytest.approx(max(read_s, written_s) * SHAPES.numel, rel=0.001)
     whole = drive_time(wants_split_master=False)  # it writes a whole weight, and the parameter
     written_s = (4 + 2 + 8) / 4e9
     assert whole.behind_s == pytest.approx(max(read_s, written_s) * SHAPES.numel, rel=0.001)
+
+
+def test_trained_parameters_that_have_slots_are_handed_over() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    slotless = 2 * 128256 * 4096 * 2  # the embedding and the head
+    plan = derive(shapes, request=PlanRequest())
+    assert plan.handed_over_bytes == plan.drive[PARAMETERS] - slotless
+    for changes in ({"overlaps": False}, {"during_backward": True}, {"optimizer_device": "cpu"}):
+        request = dataclasses.replace(PlanRequest(), **changes)
+        assert derive(shapes, request=request).handed_over_bytes == 0, changes
 
 
 def test_the_forward_pass_behind_a_step_finds_nothing_in_slots() -> None:
@@ -160,7 +173,7 @@ def test_what_is_stepped_during_backward_is_not_left_to_forward() -> None:
     assert early.last_backward_s > plain.last_backward_s
     # It writes most; of gradients only those of the tiles that are left go to the drive.
     assert early.optimizer_s == pytest.approx(plain.optimizer_s / LEFT_ONE_OF, rel=0.01)
-    assert early.unhidden_s(0.0, 0.0) < plain.unhidden_s(0.0, 0.0)
+    assert early.unhidden_s(0.0, 18.0) < plain.unhidden_s(0.0, 18.0)
     alone = drive_time(during_backward=True, overlaps=False)
     assert (alone.optimizer_s, alone.goes_behind) == (0.0, False)
     assert alone.last_backward_s > early.last_backward_s

@@ -18,7 +18,7 @@ OURS = str(Path(memascend.__file__).parent)
 #: Only take and give back a lock: the interpreter runs handlers behind calls and in loops, not
 #: between `with` and its block as a tracer would. Functions, and a line. Or only look at a lock.
 LOCKING = ("alone", "with_lock", "checked")
-LOCKED = ("with self._changed:", "with self._guard.lock:")
+LOCKED = ("with self._changed:", "with self._guard.lock:", "with self._lock:")
 BLOCK = "with "
 #: Python swallows it there.
 FINALIZING = "__del__"

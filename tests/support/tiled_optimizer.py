@@ -14,6 +14,7 @@ from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.background import BackgroundStep
+from memascend.streaming.hand_over import HandOver
 from tests.support.runtimes import stand_in
 from tests.support.tiled_training import SIZES, Training
 
@@ -103,6 +104,7 @@ class Tiled:
             store=store,
             drive=SimpleNamespace(free_bytes=lambda: None),
             background=BackgroundStep(),
+            hand_over=HandOver(),
             new_event=None,
             device=SimpleNamespace(wait_idle=None),
             gradients=self.gradient_stream,

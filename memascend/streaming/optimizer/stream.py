@@ -29,6 +29,7 @@ from memascend.kernels.halves import clear_flags, round_high
 from memascend.memory.pool import Lease
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.hand_over import HandOver
 from memascend.streaming.optimizer.prefetch import TilePrefetch
 from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.sub_group import SCALES, MasterForm, Member, State, SubGroup
@@ -57,6 +58,7 @@ class OptimizerStream:
         tiles: TileMemory,
         gradient_stream: GradientStream,
         take_over: Callable[..., None] | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
         """Wire the stream.
 
@@ -65,11 +67,13 @@ class OptimizerStream:
             tiles: The tiles; the same object that `groups` has.
             gradient_stream: Source of the gradients.
             take_over: Moves the contents of `other` to `key`; None if no tile is stepped early.
+            hand_over: Slots that wait for members' new values.
         """
         self.groups = groups
         self.tiles = tiles
         self._gradient_stream = gradient_stream
         self._take_over = take_over
+        self._hand_over = hand_over or HandOver()
         self._prefetch = TilePrefetch(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
         self._step = Step()  # of the walk
 
@@ -386,3 +390,5 @@ class OptimizerStream:
             offset_bytes = (first - member.offset) * source.element_size()
             key = early_key(member.key) if early else member.key
             self.tiles.write_part(tile, key, source, offset_bytes)
+            if not early:  # an early value may be forgotten
+                self._hand_over.fill(key, first - member.offset, source)

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from memascend.base.interfaces import Event, Lender, TensorIO
-from memascend.base.waiting import wait_all
+from memascend.base.waiting import Ended, wait_all
 from memascend.errors import StoreError
 from memascend.memory.guard import guarded
 from memascend.memory.pool import Pool
 from memascend.streaming.background import BackgroundStep
+from memascend.streaming.hand_over import HandOver
 from memascend.streaming.parameters.in_chunks import InChunks
 from memascend.streaming.parameters.prefetch import PrefetchLimit
 from memascend.streaming.parameters.shard import Shard, ShardState
@@ -56,6 +57,7 @@ class ParameterStream:
         staging: StagingSlots | None = None,
         device: torch.device | None = None,
         background: BackgroundStep | None = None,
+        hand_over: HandOver | None = None,
         lender: Lender | None = None,
     ) -> None:
         """Take no slot yet.
@@ -68,6 +70,7 @@ class ParameterStream:
             staging: Staging slots for shards without a slot; needed with a budget.
             device: Where shards without a slot are assembled.
             background: The optimizer's walk, which may still be writing shards.
+            hand_over: Slots that this walk fills.
             lender: Lends shards that the store has in memory; None: each is copied to a slot.
         """
         self.pool = pool
@@ -75,6 +78,7 @@ class ParameterStream:
         self._store = store
         self._prefetch_limit = PrefetchLimit(prefetch_bytes, drive_count)
         self.background = background or BackgroundStep()
+        self._hand_over = hand_over or HandOver()
         #: Returns whether a shard, by its key, must not be stored now.
         self.is_fixed: Callable[[str], bool] = lambda key: False
         self._shards: list[Shard] = []
@@ -310,6 +314,7 @@ class ParameterStream:
             return
         self._staged.pop(shard, None)
         self._ahead.discard(shard)
+        self._hand_over.take(shard.key, shard.numel)
         ticket, shard.read = shard.read, None
         try:
             if ticket is not None:
@@ -340,6 +345,8 @@ class ParameterStream:
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards if shard not in besides]
+        for shard in lost:
+            self._hand_over.take(shard.key, shard.numel)
         self._memory.recover(lost)
         for shard in lost:
             self._staged.pop(shard, None)
@@ -358,24 +365,32 @@ class ParameterStream:
             return
         self._stage(shard, ShardState.DELAYED)
         try:
+            if shard.tensor is not None and not self.background.has_passed(shard.key):
+                self._hand_over.offer(shard.key, shard.tensor)
             self._start_delayed(shard)
         except BaseException:
             self.let_go(shard)
             raise
 
     def _start_delayed(self, shard: Shard) -> None:
-        """Start the delayed read of a shard, if the walk has written its new value."""
+        """Start the delayed read of a shard, if the walk has written its new value.
+
+        Only the elements are read that the walk has not copied into the slot.
+        """
         if shard.state is not ShardState.DELAYED or not self.background.has_passed(shard.key):
             return
         assert shard.lease is not None
         assert shard.tensor is not None
+        count = self._hand_over.take(shard.key, shard.numel)
         self._chunks.wait(shard)
-        shard.read = self._store.read(
-            key=shard.key,
-            target=shard.tensor,
-            hold=shard.lease.hold(),
-            capacity_bytes=shard.lease.slot_bytes,
-        )
+        shard.read = Ended()
+        if count > 0:
+            shard.read = self._store.read(
+                key=shard.key,
+                target=shard.tensor.narrow(0, 0, count),
+                hold=shard.lease.hold(),
+                capacity_bytes=shard.lease.slot_bytes if count == shard.numel else 0,
+            )
         shard.become(ShardState.READING)
 
     def _wait(self, needed: Collection[Shard]) -> None:

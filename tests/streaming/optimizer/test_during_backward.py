@@ -101,6 +101,17 @@ def test_a_part_of_a_sub_group_is_early_and_the_step_makes_the_rest(
     assert_equal(early, late)
 
 
+def test_an_early_value_is_given_to_nobody_while_it_may_be_forgotten(
+    made: Callable[..., Early], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = made()
+    monkeypatch.setattr(early.stream._hand_over, "fill", pytest.fail)
+    early.begin()
+    early.put(0, *NAMES)
+    early.all_stepped()
+    early.finish(Counted())
+
+
 def test_a_gradient_of_an_early_tile_touches_no_drive(
     made: Callable[..., Early], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,20 @@ def test_members_take_loaded_weights_as_these_pass_by(
         assert torch.equal(training.parameter(name), -weights.bfloat16())
 
 
+def test_slots_that_wait_for_members_get_the_values_that_are_stored() -> None:
+    training, waiting = Training(MAKERS["Adam"]), dict[str, torch.Tensor]()
+    for member in itertools.chain(*training.members.values()):
+        if member.key is not None:
+            waiting[member.key] = torch.zeros(member.numel, dtype=member.dtype)
+            training.stream._hand_over.offer(member.key, waiting[member.key])
+    training.step(gradients(0, torch.bfloat16), 1.0)
+    for key, slot in waiting.items():
+        assert training.stream._hand_over.take(key, slot.numel()) == 0
+        stored = torch.empty_like(slot)
+        training.store.read(key=key, target=stored).wait()
+        assert torch.equal(slot, stored), key
+
+
 def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
     store = TensorStore(
         volumes=["(memory)"],
