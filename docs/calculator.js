@@ -269,6 +269,8 @@ const NUMBERS = {
   "staging_slot_bytes_min": 262144,
   "staging_bytes_min": 524288,
   "tile_count": 3,
+  "spare_count": 8,
+  "written_more_max": 0.05,
   "tile_numel": 1048576,
   "tile_numel_knee": 262144,
   "tile_numel_min": 16384,
@@ -380,12 +382,19 @@ function stagingBytes(numel, tokens, drives) {
   return slot * Math.min(drives * count, Math.max(count, 1 + Math.ceil(allBytes / slot)));
 }
 
-/** Return the bytes of all tiles: one computed, and for each drive one that is read and one that is written. */
-function tilesBytes(numel, tile, drives) {
+/** Return the number of tiles: one computed, and for each drive one that is read and one that is written. */
+function tileCount(numel, tile, drives) {
   const { tile_count: least, tiles_per_drive: more } = NUMBERS;
-  const count = Math.min(least + (drives - 1) * more, Math.max(least, Math.ceil(numel / Math.max(1, tile))));
-  return tile * (count * NUMBERS.tile_element_bytes + NUMBERS.scratch_element_bytes);
+  return Math.min(least + (drives - 1) * more, Math.max(least, Math.ceil(numel / Math.max(1, tile))));
 }
+
+/** Return the bytes of all tiles. */
+const tilesBytes = (numel, tile, drives) =>
+  tile * (tileCount(numel, tile, drives) * NUMBERS.tile_element_bytes + NUMBERS.scratch_element_bytes);
+
+/** Return the bytes of gradients that wait for tiles, where the step begins during backward. */
+const sparesBytes = (numel, tile, drives) =>
+  tile * (NUMBERS.spare_count + tileCount(numel, tile, drives) - NUMBERS.tile_count) * NUMBERS.gradient_itemsize;
 
 /**
  * Return what forward and backward read of parameters: what forward used last stays on the device, or in slots of
@@ -436,20 +445,31 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens, drives
   while (limit && served > 1 && hostOf(served) > limit) {
     served -= 1;
   }
-  let host = hostOf(served);
   const ahead = aheadOf(served);
-  const streams = N.stream_itemsizes.map((itemsize) => itemsize * numel);
-  let room = limit && served === drives ? Math.max(0, pageDown(limit - host)) : 0;
-  const aheadLeft = limit ? Math.max(0, pageDown(ahead - Math.max(0, host - limit))) : ahead;
+  const aheadLeft = limit ? Math.max(0, pageDown(ahead - Math.max(0, hostOf(served) - limit))) : ahead;
   const slotted = tensors.map((one) => Math.ceil(one.numel / world) * N.param_itemsize).filter((size) => size <= slot);
   const held = aheadLeft >= slot ? Math.min(sum(slotted), layer + aheadLeft) : 0;
-  host = limit ? Math.min(limit, host) : host;
-  const drive = streams.map((nbytes) => {
-    const kept = Math.min(nbytes, room);
-    room -= Math.min(pageUp(nbytes), room);
-    host += pageUp(kept);
-    return nbytes - kept;
-  });
+  const streams = N.stream_itemsizes.map((itemsize) => itemsize * numel);
+  /** Return host memory, and what of each stream is on the drive, with so many bytes for waiting gradients. */
+  const divided = (spares) => {
+    let host = hostOf(served) + spares;
+    let room = limit && served === drives ? Math.max(0, pageDown(limit - host)) : 0;
+    host = limit ? Math.min(limit, host) : host;
+    const drive = streams.map((nbytes) => {
+      const kept = Math.min(nbytes, room);
+      room -= Math.min(pageUp(nbytes), room);
+      host += pageUp(kept);
+      return nbytes - kept;
+    });
+    return { host, drive };
+  };
+  const spares = sparesBytes(numel, tile, served);
+  let { host, drive } = divided(spares);
+  const isSmaller = limit && (served < drives || hostOf(served) + spares > limit); // a buffer would be, for them
+  // Steps during backward would write new values of parameters in memory to the drive, too.
+  if (isSmaller || streams[0] - drive[0] > N.written_more_max * sum(drive)) {
+    ({ host, drive } = divided(0));
+  }
   const [parameters, gradients, ...others] = drive;
   const saved = activationBytes(model, tokens);
   const whole = sum(tensors.map((tensor) => tensor.numel));

@@ -26,7 +26,7 @@ from memascend.cli.plan_answer import RATED_BYTES
 from memascend.config.block import ActivationConfig, MemAscendConfig
 from memascend.config.deepspeed import ZeroOptimization
 from memascend.config.messages import rules_of
-from memascend.plan import context, drive_rates, knobs, layers, stock
+from memascend.plan import context, derive, drive_rates, knobs, layers, stock
 from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
 from memascend.plan.layers import FP32_BYTES
 from memascend.plan.request import PlanRequest
@@ -146,6 +146,8 @@ def calculator() -> str:
         "staging_slot_bytes_min": knobs.STAGING_SLOT_BYTES_MIN,
         "staging_bytes_min": knobs.STAGING_SLOT_COUNT_MIN * knobs.STAGING_SLOT_BYTES_MIN,
         "tile_count": knobs.TILE_COUNT,
+        "spare_count": knobs.SPARE_COUNT,
+        "written_more_max": derive.WRITTEN_MORE_MAX,
         "tile_numel": knobs.TILE_NUMEL,
         "tile_numel_knee": knobs.TILE_NUMEL_KNEE,
         "tile_numel_min": knobs.TILE_NUMEL_MIN,

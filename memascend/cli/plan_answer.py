@@ -24,7 +24,7 @@ from memascend.cli.plan_context import (
     host_bytes_of,
     within_host_memory,
 )
-from memascend.cli.plan_time import drive_seconds, drive_time, ranks_of_node
+from memascend.cli.plan_time import least_seconds, ranks_of_node
 from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
@@ -34,7 +34,9 @@ from memascend.plan.context import (
     Training,
     widths_of,
 )
+from memascend.plan.derive import Plan
 from memascend.plan.fit import Room, fit
+from memascend.plan.second_values import lacking_bytes, second_values_bytes
 from memascend.system.gpus import list_gpus
 from memascend.system.memory import memory_total
 
@@ -64,6 +66,8 @@ class Answer:
     available: dict[str, int]  # the same, where it is known
     place: str  # the folder on the drive
     drive_bytes: int
+    #: Bytes more for second values, if the step may begin during backward and the drive has room.
+    second_bytes: int
     read_bytes: int  # of one step, by all ranks of a machine
     written_bytes: int
     step_seconds: float
@@ -128,23 +132,32 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
         sequences, needed[GPU] = _batch(accounts, machine.device_bytes, args)
         have[GPU] = machine.device_bytes
     steps = plan.request.gradient_accumulation_steps
-    seconds = drive_seconds(plan, args)
-    if args.compute is not None:
-        seconds = drive_time(plan, args).step_s(*args.compute)
     endurance = accounts.block.wear.endurance
     return Answer(
         needed=needed,
         available={name: nbytes for name, nbytes in have.items() if nbytes is not None},
         place=machine.place,
         drive_bytes=ranks * plan.drive_bytes,
+        second_bytes=_second_bytes(plan, machine, ranks),
         read_bytes=ranks * sum(plan.read_bytes.values()),
         written_bytes=ranks * sum(plan.written_bytes.values()),
-        step_seconds=seconds,
+        step_seconds=least_seconds(plan, args),
         tokens=sequences * length * steps * args.world or None,
         shape=f"{sequences * steps * args.world} x {length}",
         rated_bytes=endurance or RATED_BYTES,
         is_stated=endurance is not None,
     )
+
+
+def _second_bytes(plan: Plan, machine: Machine, ranks: int) -> int:
+    if not plan.request.tries_during_backward:
+        return 0
+    second_bytes = ranks * second_values_bytes(plan)
+    taken_bytes = ranks * plan.drive_bytes + second_bytes
+    if machine.free_bytes is None:
+        return second_bytes
+    lacking = lacking_bytes(plan, machine.free_bytes, ranks=ranks, taken_bytes=taken_bytes)
+    return 0 if lacking else second_bytes
 
 
 def _batch(
@@ -175,9 +188,12 @@ def print_answer(
         f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
         f"{request.precision}, {request.optimizer}, {request.world} rank(s){on}"
     )
+    second = ""
+    if answer.second_bytes:
+        second = f", {format_nbytes(answer.second_bytes)} more if steps begin during backward"
     lines = {
         "fits": _fits(answer),
-        "drive": f"{format_nbytes(answer.drive_bytes)} stay on it; a step reads "
+        "drive": f"{format_nbytes(answer.drive_bytes)} stay on it{second}; a step reads "
         f"{format_nbytes(answer.read_bytes)} and writes {format_nbytes(answer.written_bytes)}",
         "step": _step(answer, args),
         "wear": _wear(answer),

@@ -8,13 +8,12 @@ import math
 from memascend.base.streams import PARAMETERS
 from memascend.base.units import TIB, format_nbytes
 from memascend.cli.plan_accounts import DEFAULT_NOTE, Accounts
-from memascend.cli.plan_time import ranks_of_node, time_notes
+from memascend.cli.plan_time import least_seconds, ranks_of_node, time_notes
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import is_disabled
 from memascend.plan.advice import (
     advise,
-    advise_during_backward,
     advise_in_cpu,
     advise_one_pass,
     advise_pinning,
@@ -24,6 +23,7 @@ from memascend.plan.derive import ROUNDING, Plan
 from memascend.plan.muon import advise_muon, note_device
 from memascend.plan.optimizer_dtypes import fewer_bits, inexactness
 from memascend.plan.request import sections_off, why_not_during_backward, why_whole_steps
+from memascend.plan.second_values import advise_during_backward
 from memascend.plan.shapes import ModelShapes
 
 #: The largest file of ext4 with blocks of 4 KiB.
@@ -63,7 +63,9 @@ def notes_of(accounts: Accounts, args: argparse.Namespace) -> list[str]:
         )
     notes += _note_of_drives(plan)
     notes.append(advise(accounts.shapes, plan))
-    notes.append(advise_during_backward(accounts.shapes, plan))
+    notes.append(
+        advise_during_backward(accounts.shapes, plan, lambda one: least_seconds(one, args))
+    )
     notes.append(advise_in_cpu(accounts.shapes, plan))
     notes.append(note_device(accounts.shapes, plan.request))
     notes.append(

@@ -123,6 +123,13 @@ def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
     return plan.step_seconds(args.drive.rates, ranks=ranks_of_node(args))
 
 
+def least_seconds(plan: Plan, args: argparse.Namespace) -> float:
+    """Return the least time of a step: beside compute if that is stated, else of the drive."""
+    if args.compute is None:
+        return drive_seconds(plan, args)
+    return drive_time(plan, args).step_s(*args.compute)
+
+
 def drive_time(plan: Plan, args: argparse.Namespace, *, activation_bytes: int = 0) -> DriveTime:
     """Return the drive time of a step's parts; a micro-step saves `activation_bytes` there."""
     return DriveTime.of_plan(

@@ -93,12 +93,12 @@ class OptimizerStreamConfig(Section):
         True, description="the step overlaps the next forward pass; off: it ends before that pass"
     )
     during_backward: bool | Annotated[Literal["auto"], BeforeValidator(_null_is_auto)] = Field(
-        False,
+        "auto",
         description="the step begins during backward; takes drive space for a second copy of all "
-        "values that it changes. Without clipping it uses gradients up; with clipping it is a "
-        'guess, and a norm above the limit makes it void. `"auto"`: where the run\'s own times '
-        "show that it pays and the drive has room; it never uses gradients up. `null` is the same, "
-        "since accelerate refuses the word",
+        "values that it changes. Automatic: where the run's own times show that it pays, and the "
+        "drive has room for the copy and for a checkpoint; it never uses gradients up. `null` is "
+        "the same, since accelerate refuses the word. true: always; without clipping it uses "
+        "gradients up, with clipping it is a guess, and a norm above the limit makes it void",
     )
     tile_bytes: Nbytes | None = Field(
         None,

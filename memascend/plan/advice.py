@@ -105,19 +105,6 @@ def advise_one_pass(
     )
 
 
-def advise_during_backward(shapes: ModelShapes, plan: Plan) -> str:
-    """Return a line about steps that may begin during backward; empty if they may not."""
-    if not plan.request.tries_during_backward:
-        return ""
-    numel = sum(tensor.shard_numel(plan.request.world) for tensor in shapes.trainable)
-    nbytes = int(numel * plan.request.second_values_bytes)
-    return (
-        "the step is counted after backward; it begins during backward where the run's own times "
-        f"show that this pays, with up to {format_nbytes(nbytes)} more on the drive if as much "
-        "again stays free"
-    )
-
-
 def advise_wear(
     shapes: ModelShapes,
     plan: Plan,

@@ -42,6 +42,9 @@ __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive
 
 #: Without a stated limit, take at most this share of the free memory.
 DEFAULT_SHARE = 0.5
+#: Largest part that steps during backward may add to the bytes that a step writes, where nobody
+#: demands them: second values of resident parameters go to the drive.
+WRITTEN_MORE_MAX = 1 / 20
 #: On the drive with verification: the most bytes that rounding keys up adds.
 ROUNDING = "rounding up to whole grains"
 #: On the drive if the step begins during backward: a second copy of the values that it changes.
@@ -82,6 +85,12 @@ class Plan(Footprint):
     not_ours: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def trained_numel(self) -> int:
+        """Elements whose master weights are on the drive or resident."""
+        master_bytes = self.drive[MASTER] + self.resident.get(MASTER, 0)
+        return master_bytes // self.request.stored_master_itemsize
+
+    @property
     def checksum_bytes(self) -> int:
         """Host bytes of the checksums; 0 without verification."""
         return self.host.get(CHECKSUMS, 0)
@@ -113,13 +122,27 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
             f"offload_optimizer.device={request.optimizer_device!r}. Set one of them, or both, to "
             '"nvme"'
         )
+    plan = _derive(shapes, request, limit_bytes)
+    if plan.request.tries_during_backward and _writes_more(plan):
+        plan = _derive(shapes, replace(request, tries_during_backward=False), limit_bytes)
+    return plan
+
+
+def _writes_more(plan: Plan) -> bool:
+    """Return whether a step that begins during backward would write much more than one after it."""
+    trained_bytes = plan.trained_numel * plan.request.param_itemsize
+    more_bytes = min(plan.resident.get(PARAMETERS, 0), trained_bytes)
+    return more_bytes > WRITTEN_MORE_MAX * sum(plan.written_bytes.values())
+
+
+def _derive(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Plan:
     in_cpu_bytes = _in_cpu_bytes(shapes, request)
     rest_bytes = None if limit_bytes is None else max(0, limit_bytes - in_cpu_bytes)
-    knobs = choose_knobs(shapes, request, rest_bytes)
-    if request.tries_during_backward and knobs != choose_knobs(shapes, request, None):
+    defaults = choose_knobs(shapes, request, None)
+    if rest_bytes is not None and defaults.host_bytes(request) > rest_bytes:
         # Memory that steps after backward do not need shall not make a buffer smaller.
         request = replace(request, tries_during_backward=False)
-        knobs = choose_knobs(shapes, request, rest_bytes)
+    knobs = choose_knobs(shapes, request, rest_bytes)
     host = knobs.host(request)
     totals = _stream_bytes(shapes, request)
     resident: dict[str, int] = {}
@@ -151,6 +174,20 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         host=host,
         **_traffic(shapes, request, totals, resident, knobs),
     )
+
+
+def begun_early(shapes: ModelShapes, plan: Plan) -> Plan:
+    """Return the plan of a step that begins during backward and that nothing changes after it.
+
+    `plan` is that of a run that finds out whether such steps pay; the memory is the same.
+    """
+    request = replace(plan.request, during_backward=True, tries_during_backward=False, guesses=True)
+    in_cpu_bytes = plan.host.get(PARAMETERS_IN_CPU, 0)
+    rest_bytes = None if plan.limit_bytes is None else max(0, plan.limit_bytes - in_cpu_bytes)
+    knobs = choose_knobs(shapes, request, rest_bytes)
+    totals = _stream_bytes(shapes, request)
+    traffic = _traffic(shapes, request, totals, plan.resident, knobs)
+    return replace(plan, request=request, **_room(shapes, request, knobs), **traffic)
 
 
 def default_limit(plan_default_bytes: int, *, available: int) -> int:

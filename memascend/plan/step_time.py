@@ -77,7 +77,7 @@ class DriveTime:
         backward = back.beside(sums).beside(_Moved(activation_bytes, 0))
         # If compute takes longer than this part, forward reads more, and the time is compute's.
         handed_over = _Moved(-plan.handed_over_bytes, 0)
-        early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
+        early, rest = optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(
             first_forward_s=seconds(first),
             forward_s=seconds(further),
@@ -120,7 +120,7 @@ def _beside(compute_s: float, drive_s: float, held_up_s: float) -> float:
     return max(compute_s, drive_s - held_up_s) + held_up_s
 
 
-def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
+def optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
     """Return the optimizer's traffic during backward, and after it."""
     read, written, request = plan.read_bytes, plan.written_bytes, plan.request
     second_read, second_written = (moved.get(SECOND_VALUES, 0) for moved in (read, written))
@@ -141,8 +141,7 @@ def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
     # One in LEFT_ONE_OF of the early tiles is left to forward.
     numel = plan.early_numel * (1 - 1 / LEFT_ONE_OF if request.overlaps else 1)
     values_bytes = numel * (request.stored_master_itemsize + request.states_bytes)
-    learning_bytes = plan.drive[MASTER] + plan.resident.get(MASTER, 0)
-    part = numel * request.stored_master_itemsize / max(1, learning_bytes)
+    part = numel / max(1, plan.trained_numel)
     during = _Moved(
         values_bytes + part * plan.halves_read_bytes,
         values_bytes + part * (written[PARAMETERS] + second_written),

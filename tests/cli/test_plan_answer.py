@@ -51,9 +51,25 @@ def test_the_answer_comes_first_and_is_four_labelled_lines(
     labels = [line.split()[0] for line in lines[1:] if line[:1].islower()]
     assert labels == ["fits", "drive", "step", "wear"]
     text = " ".join(" ".join(lines).split())
-    assert "fits yes: host memory 3.73 GiB of 32.00 GiB, drive space 106.80 GiB of 1024" in text
+    assert "fits yes: host memory 3.74 GiB of 32.00 GiB, drive space 106.80 GiB of 1024" in text
     assert "28,672 tokens (7 x 4096), at most 149 tokens/s" in text
     assert "1000 steps write 115 TB, 10% of the 1,200 TB that a 2 TB drive" in text
+
+
+def test_space_for_second_values_is_told_where_a_checkpoint_has_room_beside_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B")).split())
+    assert "104.70 GiB stay on it, 89.75 GiB more if steps begin during backward; a step" in text
+    assert answer(capsys, "Llama-3.1-8B", "--world", "2")["second_bytes"] == pytest.approx(
+        12 * 8.03e9, rel=0.001
+    )
+    needed = 104.70 + 89.75 + 209.41  # with a checkpoint and the model
+    for free, has_room in ((needed - 0.1, False), (needed + 0.1, True)):
+        usage = Usage(1, 1, int(free * GIB))
+        monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path, usage=usage: usage)
+        found = answer(capsys, "Llama-3.1-8B")
+        assert (found["fits"], found["second_bytes"] > 0) == (True, has_room)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +91,7 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(
     assert not found["fits"]
     assert set(found["lacking"]) == {"host memory", "drive space", "GPU memory"}
     text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B")).split())
-    assert "fits no, it needs 1.82 GiB more of host memory and 4.70 GiB more of drive" in text
+    assert "fits no, it needs 1.84 GiB more of host memory and 4.70 GiB more of drive" in text
 
 
 def test_sizes_that_are_stated_come_before_those_of_the_machine(

@@ -11,13 +11,12 @@ from memascend.config.block import MicroBatchConfig, parse_block
 from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.plan.advice import (
     advise,
-    advise_during_backward,
     advise_in_cpu,
     advise_one_pass,
     advise_pinning,
     advise_wear,
 )
-from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
+from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
@@ -222,13 +221,3 @@ def test_where_nothing_would_lower_it_no_setting_is_named() -> None:
     shapes = decoder()
     plan = derive(shapes, request=REQUEST, limit_bytes=100 * GIB)
     assert advise_wear(shapes, plan, parse_deepspeed(ADAM), parse_block({})) == ""
-
-
-def test_second_values_are_told_where_a_run_may_come_to_need_them() -> None:
-    shapes = builtin("Llama-3.1-8B")
-    assert advise_during_backward(shapes, derive(shapes, request=REQUEST)) == ""
-    for world in (1, 4):
-        request = PlanRequest(world=world, tries_during_backward=True)
-        found = advise_during_backward(shapes, derive(shapes, request=request))
-        early = derive(shapes, request=PlanRequest(world=world, during_backward=True))
-        assert f"up to {format_nbytes(early.drive[SECOND_VALUES])} more on the drive" in found

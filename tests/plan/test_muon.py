@@ -21,7 +21,7 @@ from memascend.plan.muon import (
 )
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape, builtin
-from memascend.plan.step_time import _optimizer_parts
+from memascend.plan.step_time import optimizer_parts
 
 MUON = {"type": "Muon", "params": {}}
 
@@ -103,7 +103,7 @@ def test_a_step_of_matrices_moves_fourteen_bytes_in_and_twelve_out() -> None:
     assert sum(plan.drive.values()) == 12 * numel
     assert plan.updates_bytes == 2 * numel
     assert plan.passes_written_bytes == 2 * numel
-    before, after = _optimizer_parts(plan, plan.read_bytes["gradients"])
+    before, after = optimizer_parts(plan, plan.read_bytes["gradients"])
     assert before.written + after.written == 10 * numel
 
 

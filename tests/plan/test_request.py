@@ -34,6 +34,7 @@ def test_the_gpu_configuration_reads_as_the_defaults() -> None:
         state_count=2,
         max_in_cpu=10**9,
         guesses=True,
+        tries_during_backward=True,
     )
     assert request == expected
 
@@ -108,8 +109,7 @@ def test_a_step_begins_during_backward_where_nothing_is_against_it(
 def test_a_run_finds_out_whether_steps_during_backward_pay_where_they_can_be(
     keys: dict[str, Any], expected: bool
 ) -> None:
-    block = parse_block({"streaming": {"optimizer": {"during_backward": "auto"}}})
-    request = PlanRequest.from_deepspeed(parse_deepspeed(on_drive(**keys)), block=block)
+    request = PlanRequest.from_deepspeed(on_drive(**keys))
     assert request.tries_during_backward == request.may_begin_early == expected
     assert not request.during_backward
 
@@ -204,7 +204,8 @@ def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason
     assert reason in found
     assert bool(found) == bool(reason)
     assert PlanRequest.from_deepspeed(settings, block=block).during_backward == (not reason)
-    assert why_not_during_backward(parse_block({}), settings) == ""
+    off = parse_block({"streaming": {"optimizer": {"during_backward": False}}})
+    assert why_not_during_backward(off, settings) == ""
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_momentum_that_stays_in_memory_is_such_a_reason() -> None:
 def test_muon_keeps_whole_master_weights_and_steps_in_tiles() -> None:
     request = PlanRequest.from_deepspeed(on_drive(optimizer={"type": "Muon"}))
     assert (request.is_muon, request.is_tiled, request.has_known_start) == (True, True, True)
-    assert (request.splits_master, request.overlaps, request.during_backward) == (False,) * 3
+    assert (request.splits_master, request.overlaps, request.may_begin_early) == (False,) * 3
     assert PlanRequest(optimizer="Muon").momentum_itemsize == 2
     wide = PlanRequest(optimizer="Muon", accumulation_dtype="fp32", arriving_dtype="fp32")
     assert wide.momentum_itemsize == 4

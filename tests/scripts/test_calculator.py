@@ -97,6 +97,7 @@ def planned(shapes: ModelShapes, run: dict[str, int]) -> dict[str, Any]:
         world=run["world"],
         has_activations=run["tokens"] > 0,
         drive_count=run.get("drives", 1),
+        tries_during_backward=True,
     )
     of_stock = stock(shapes, request=request)
     try:
@@ -187,7 +188,7 @@ def test_the_drive_time_is_that_of_the_plan(
     [found] = calculated(browser, [(shapes, run)])
     rates = {"read": 3.0, "written": 2.0, "mixed": mixed or 0}
     asked = f"stepSeconds({json.dumps(found['memascend'])}, {json.dumps(rates)})"
-    plan = derive(shapes, request=PlanRequest(), limit_bytes=32 * GIB)
+    plan = derive(shapes, request=PlanRequest(tries_during_backward=True), limit_bytes=32 * GIB)
     expected = plan.step_seconds(DriveRates(read_gb_s=3.0, write_gb_s=2.0, mixed_gb_s=mixed))
     assert browser.ask(asked) == pytest.approx(expected)
 

@@ -37,6 +37,7 @@ from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.worth import Worth
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
+from memascend.plan.second_values import lacking_bytes
 from memascend.runtime import Runtime
 from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.during_backward import (
@@ -347,7 +348,7 @@ class DuringBackward:
     def _has_room(self, parts: Sequence[EarlyPart]) -> bool:
         """Reserve room for early results; if the drive is full, turn early steps off.
 
-        If they are not demanded, as much again has to stay free, for checkpoints.
+        If they are not demanded, there has to be room for saving the run, too.
         """
         keys, store = self._keys_of(parts), self._store
         # After a failed write a key is unreadable until it is created again.
@@ -357,7 +358,7 @@ class DuringBackward:
         try:
             for key in keys:
                 reserve(key=early_key(key), nbytes=store.nbytes(key=key))
-            reason = "" if self._is_demanded or not is_first else self._too_little_left(keys)
+            reason = "" if self._is_demanded else self._too_little_left(keys if is_first else ())
         except StoreFullError as error:
             reason = str(error)
         if reason:
@@ -373,13 +374,22 @@ class DuringBackward:
         self._tiles.has_failed = False
         return True
 
-    def _too_little_left(self, keys: Sequence[str]) -> str:
-        """Say how much less is free than second values of all ranks take; empty if it is not."""
-        needed = local_world_size() * sum(self._store.nbytes(key=key) for key in keys)
-        free = self._runtime.drive.free_bytes()
-        if free is None or free >= needed:
+    def _too_little_left(self, others_keys: Sequence[str]) -> str:
+        """Say how much less is free than saving the run takes; empty if it is not.
+
+        `others_keys` are those that every other rank of the machine may still have to reserve.
+        """
+        plan, free_bytes = self._runtime.plan, self._runtime.drive.free_bytes()
+        if plan is None or free_bytes is None:
             return ""
-        return f"{format_nbytes(free)} would be left free, and {format_nbytes(needed)} are wanted"
+        ranks = local_world_size()
+        taken_bytes = (ranks - 1) * sum(self._store.nbytes(key=key) for key in others_keys)
+        lacking = lacking_bytes(plan, free_bytes, ranks=ranks, taken_bytes=taken_bytes)
+        if not lacking:
+            return ""
+        return (
+            f"{format_nbytes(free_bytes)} are free, {format_nbytes(lacking)} less than a save takes"
+        )
 
     def _keys_of(self, parts: Sequence[EarlyPart]) -> list[str]:
         """Return the keys that the steps of these sub-groups write."""
@@ -405,7 +415,10 @@ def is_never_early(
     elif not streams_gradients or upstream.parameter_swapper is None:
         reason = "parameters and gradients are not streamed from and to the drive"
     elif not is_demanded and runtime.plan is not None and not runtime.plan.spare_count:
-        reason = "host_memory_limit leaves no memory for gradients that wait for their tiles"
+        reason = (
+            "under host_memory_limit there is no memory for gradients that wait for their tiles, "
+            "or a step would write more"
+        )
         level = logging.INFO
     if reason and dist.get_rank() == 0:
         log.log(level, "memascend: %s has no effect: %s", _KEY, reason)

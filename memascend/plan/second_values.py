@@ -1,0 +1,85 @@
+"""Steps during backward that nobody demanded: `during_backward` "auto", the default.
+
+The rule, each part of which leaves a step after backward and refuses no run:
+
+1. the JSON lets a tile be stepped in one pass from and to the drive
+   (`request.why_not_during_backward`);
+2. host memory has room for gradients that wait, with every buffer at its default, and holds so few
+   parameters that a step writes hardly more (`derive`);
+3. the drive has room for second values, and for saving the run beside them: `lacking_bytes`,
+   before each step that would begin so;
+4. the run's own steps take less time so (`deepspeed/optimizer/worth.py`). Rates of the drive and a
+   model do not tell that: it depends on how long backward computes.
+
+Pure arithmetic, for one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from memascend.base.streams import PARAMETERS
+from memascend.base.units import format_nbytes
+from memascend.plan.derive import Plan, begun_early
+from memascend.plan.shapes import ModelShapes
+from memascend.plan.step_time import optimizer_parts
+
+#: Bytes of a parameter's weight and moments in fp32, which no form exceeds in a file.
+_SAVED_ITEMSIZE = 3 * 4
+#: Files of a checkpoint that have these; and copies of the parameters, one of them in a model.
+_COPIES = 2
+
+
+def second_values_bytes(plan: Plan) -> int:
+    """Return the drive bytes of second values of all that is trained."""
+    return math.ceil(plan.trained_numel * plan.request.second_values_bytes)
+
+
+def saving_bytes(plan: Plan) -> int:
+    """Return the most bytes that a checkpoint and the 16-bit model take."""
+    parameters_bytes = plan.drive[PARAMETERS] + plan.resident.get(PARAMETERS, 0)
+    return _COPIES * (plan.trained_numel * _SAVED_ITEMSIZE + parameters_bytes)
+
+
+def lacking_bytes(plan: Plan, free_bytes: int, *, ranks: int, taken_bytes: int = 0) -> int:
+    """Return the bytes that a drive lacks for saving a run beside second values; 0 if none.
+
+    Args:
+        plan: Of each of the ranks.
+        free_bytes: Free on the drive, for other files.
+        ranks: Ranks that share the drive.
+        taken_bytes: That will be taken from it before the run is saved.
+    """
+    return max(0, taken_bytes + ranks * saving_bytes(plan) - free_bytes)
+
+
+def advise_during_backward(
+    shapes: ModelShapes, plan: Plan, seconds_of: Callable[[Plan], float]
+) -> str:
+    """Return a line about steps that may begin during backward; empty if they may not.
+
+    `seconds_of` returns the time of a plan's step.
+    """
+    if not plan.request.tries_during_backward:
+        return ""
+    right = begun_early(shapes, plan)
+    again, _ = optimizer_parts(right, 0)
+    numel = sum(tensor.shard_numel(plan.request.world) for tensor in shapes.tensors)
+    after, early = (
+        [sum(moved.values()) / numel for moved in (one.read_bytes, one.written_bytes)]
+        for one in (plan, right)
+    )
+    wrong = [after[0] + again.read / numel, after[1] + again.written / numel]
+    texts = [
+        f"reads {read:.3g} and writes {written:.3g}" for read, written in (after, early, wrong)
+    ]
+    return (
+        f"bytes and seconds are those of steps after backward. A run begins them during backward "
+        f"(streaming.optimizer.during_backward) where its own times show that it pays, and the "
+        f"drive has {format_nbytes(second_values_bytes(plan))} for second values, with "
+        f"{format_nbytes(saving_bytes(plan))} left for a checkpoint. A step {texts[0]} bytes of "
+        f"each parameter after backward, {texts[1]} if it begins during it "
+        f"({seconds_of(right):.1f} s instead of {seconds_of(plan):.1f} s), and {texts[2]} if it "
+        "then has to be made again"
+    )
