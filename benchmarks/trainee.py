@@ -178,6 +178,13 @@ def deepspeed_config(
     }
 
 
+def after_backward(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block, with steps after backward unless it says otherwise."""
+    streaming = block.get("streaming", {})
+    optimizer = {"during_backward": False} | streaming.get("optimizer", {})
+    return {**block, "streaming": {**streaming, "optimizer": optimizer}}
+
+
 @dataclass(slots=True)
 class Trainee:
     """One run of one or more ranks. `start` it, let it `step`, `end` it; also after an error.
@@ -189,7 +196,8 @@ class Trainee:
         config: DeepSpeed's JSON.
         model: What it trains.
         directory: On the drive; it gets a folder there, which goes with the run.
-        block: The memascend block, or None for stock.
+        block: The memascend block, or None for stock. Steps begin after backward unless it says
+            otherwise: a run that takes turns with others cannot time its own steps.
         counts_device_bytes: Whether steps come with `device_bytes`.
         tokens: Of a sequence; there is one, unless `options` say otherwise.
         options: More of the program's.
@@ -215,6 +223,10 @@ class Trainee:
     _folder: Path | None = None
     _log: list[str] = field(default_factory=list)
     _port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block is not None:
+            self.block = after_backward(self.block)
 
     def start(self) -> None:
         """Starts the process and waits until it is ready for its first step.

@@ -248,3 +248,17 @@ def test_one_pass_moves_less_than_accumulation_and_trains_the_same(tmp_path: Pat
     assert all(row["figures"]["training_loss_difference"] < 1e-6 for row in steps)
     _, accumulated, one_pass = (row["figures"]["training_bytes_per_parameter"] for row in steps)
     assert one_pass < 0.75 * accumulated
+
+
+@pytest.mark.parametrize("stated", [None, True, "auto"])
+def test_a_run_that_takes_turns_steps_after_backward_unless_it_says_otherwise(
+    stated: object, tmp_path: Path
+) -> None:
+    optimizer = {"tile_bytes": "1MiB"} | ({} if stated is None else {"during_backward": stated})
+    block = {"verify": "reads", "streaming": {"optimizer": optimizer}}
+    run = trainee.Trainee("ours", {}, trainee.Model(1), tmp_path, block=block)
+    found, expected = parse_block(run.block or {}), parse_block(block)
+    assert found.streaming.optimizer.during_backward == (stated or False)
+    assert found.streaming.optimizer.tile_bytes == expected.streaming.optimizer.tile_bytes
+    assert found.verify == expected.verify
+    assert trainee.Trainee("stock", {}, trainee.Model(1), tmp_path).block is None

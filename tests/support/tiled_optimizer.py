@@ -79,7 +79,13 @@ class Tiled:
         stage3: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """With `on_drive` the first two thirds of a sub-group are all of it; none is in memory."""
+        """With `on_drive` the first two thirds of a sub-group are all of it; none is in memory.
+
+        Steps begin after backward unless the block says otherwise.
+        """
+        block = dict(block or {})
+        streaming = dict(block.get("streaming", {}))
+        streaming["optimizer"] = {"during_backward": False, **streaming.get("optimizer", {})}
         self.training = training = Training(make, **options)
         if on_drive:
             training.members = {name: training.members[name][:2] for name in NAMES}
@@ -99,7 +105,7 @@ class Tiled:
             io=training.store,
             memory=training.memory,
             staging=training.slots,
-            config=parse_block(block or {}),
+            config=parse_block(block | {"streaming": streaming}),
             plan=None,
             store=store,
             drive=SimpleNamespace(free_bytes=lambda: None),

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from memascend.base.streams import PARAMETERS
 from memascend.deepspeed.optimizer.ahead import AfterBackward
 from memascend.deepspeed.optimizer.guess import WITHIN_COUNT
 from memascend.deepspeed.optimizer.worth import ROW_COUNT, WARM_COUNT, Worth
 from memascend.errors import StoreFullError
+from memascend.plan.second_values import saving_bytes
 from memascend.streaming.optimizer.sub_group_step import early_key
 from tests.deepspeed.optimizer.test_ahead_gone import (
     change_betas_in_place,
@@ -188,8 +190,15 @@ def full(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "reserve", refuse)
 
 
+def leave(optimizer: Any, missing: int) -> None:
+    """As a drive on which so many bytes are missing for saving the run."""
+    plan = SimpleNamespace(spare_count=4, trained_numel=1000, drive={PARAMETERS: 500}, resident={})
+    optimizer.runtime.plan = plan
+    optimizer.runtime.drive.free_bytes = lambda: saving_bytes(plan) - missing
+
+
 def nearly_full(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer.runtime.drive.free_bytes = lambda: 1000
+    leave(optimizer, 1)
 
 
 @pytest.mark.parametrize("fill", [full, nearly_full])
@@ -211,11 +220,36 @@ def test_a_drive_without_room_is_told_once_and_is_no_warning(
     assert_equal(*both)
 
 
-def test_where_as_much_again_stays_free_there_is_room(clock: Clock) -> None:
+def test_a_drive_that_fills_up_gets_its_space_back_before_a_save_needs_it(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     both = pair()
-    both[0].runtime.drive.free_bytes = lambda: 1 << 40
-    clock.train(both[0], range(WARM_COUNT + ROW_COUNT + 1), norm=WITHIN)
-    assert counts(both[0]) == (1, 0)
+    leave(both[0], 0)
+    early = 3
+    for optimizer in both:
+        clock.train(optimizer, range(WARM_COUNT + ROW_COUNT + early), norm=WITHIN)
+    assert counts(both[0]) == (early, 0)
+    assert early_keys(both[0])
+    leave(both[0], 1)
+    with caplog.at_level(logging.INFO, "memascend"):
+        for optimizer in both:
+            numbers = range(WARM_COUNT + ROW_COUNT + early, DECIDED_COUNT)
+            clock.train(optimizer, numbers, norm=WITHIN)
+    assert caplog.text.count("1 B less than a save takes") == 1
+    assert not early_keys(both[0])
+    assert both[0].steps.early_tile_count == early * TILES
+    assert_equal(*both)
+
+
+def test_second_values_of_other_ranks_are_counted_before_these_take_them(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for missing, begun in ((0, 0), (-(1 << 30), 1)):
+        optimizer = make(early="auto")
+        leave(optimizer, missing)
+        clock.train(optimizer, range(WARM_COUNT + ROW_COUNT + 1), norm=WITHIN)
+        assert counts(optimizer) == (begun, 0)
 
 
 @pytest.mark.parametrize("choice", ["auto", True])
