@@ -207,6 +207,7 @@ void bind_store(py::module_& module) {
            "capacity"_a = 0, "hold"_a = py::none())
       .def("wait_all", &Store::wait_all, WithoutGil())
       .def("discard", &Store::discard, py::kw_only(), "key"_a, WithoutGil())
+      .def("shrink", &Store::shrink, WithoutGil())
       .def("exchange", &Store::exchange, py::kw_only(), "key"_a, "other"_a, WithoutGil())
       .def("contains", &Store::contains, py::kw_only(), "key"_a, WithoutGil())
       .def("nbytes", &Store::nbytes, py::kw_only(), "key"_a, WithoutGil())

@@ -320,6 +320,12 @@ bool Store::discard(const std::string& key) {
   return true;
 }
 
+void Store::shrink() {
+  LockedCall call(*this);
+  call.expect_open();
+  SpaceCall(*this, call).shrink();
+}
+
 void Store::exchange(const std::string& key, const std::string& other) {
   const LockedCall call(*this);
   call.expect_open();

@@ -110,6 +110,7 @@ class Store {
   void wait_all();
   /// Removes a key after its I/O; false if there is none.
   bool discard(const std::string& key);
+  void shrink();  // gives the space that no key has back to the file systems
   /// Exchanges the contents of two keys, with their transfers in flight.
   void exchange(const std::string& key, const std::string& other);
   bool contains(const std::string& key);
@@ -134,8 +135,7 @@ class Store {
   /// True if no volume uses the page cache.
   bool direct() const noexcept { return direct_; }
 
-  /// Called when a program ends: from then on a wait throws if a device is silent, although the
-  /// device may still use memory.
+  /// At a program's end: from then on a wait throws if a device is silent, which may use memory.
   void end_patience() noexcept { ending_ = true; }
   /// Waits for everything in flight, and gives all space back. Later calls except close() are
   /// refused. Does nothing in a forked child. If another thread is closing the store, returns when

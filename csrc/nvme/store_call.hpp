@@ -118,6 +118,9 @@ class Store::SpaceCall {
     with_space([&](Space& space) { nbytes = space.available_bytes(); });
     return nbytes;
   }
+  void shrink() {
+    with_space([](Space& space) { space.shrink(); });
+  }
   /// Pre: the store keeps checksums.
   void provide_checksums(std::uint64_t nbytes) {
     with_space([&](Space&) { store_.checksums_->provide(nbytes); });

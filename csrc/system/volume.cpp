@@ -37,6 +37,16 @@ int allocate(int descriptor, std::uint64_t begin, std::uint64_t nbytes) {
   return result == 0 ? 0 : errno;
 }
 
+/// Makes a hole of a part of a file; returns the errno.
+int punch(int descriptor, std::uint64_t begin, std::uint64_t nbytes) {
+  int result = 0;
+  do {
+    result = ::fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                         static_cast<off_t>(begin), static_cast<off_t>(nbytes));
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? 0 : errno;
+}
+
 // The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
 struct StatxHead {
   std::uint32_t mask;
@@ -269,6 +279,21 @@ void Volume::grow(std::uint64_t capacity_bytes) {
     throw SystemCallError(code, join("grow the file in ", directory_, " by ", needed, " bytes"));
   }
   capacity_bytes_ = capacity_bytes;
+}
+
+bool Volume::release(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
+  if (start_bytes_ > 0) return false;
+  return punch(descriptor(), offset, nbytes) == 0;
+}
+
+void Volume::refill(std::uint64_t offset, std::uint64_t nbytes) {
+  const int code = device_ == 0 ? 0 : allocate(descriptor(), offset, nbytes);
+  if (code == 0 || code == EOPNOTSUPP || code == ENOSYS) return;
+  // It may have allocated a part; give it back so that nothing changes.
+  (void)punch(descriptor(), offset, nbytes);
+  const std::string failed = join("refill ", nbytes, " bytes of the file in ", directory_);
+  if (code == ENOSPC || code == EDQUOT) throw VolumeFullError(failed);
+  throw SystemCallError(code, failed);
 }
 
 int Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept {

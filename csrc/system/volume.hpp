@@ -102,6 +102,12 @@ class Volume {
   /// compared with growth() and the file is extended). Throws VolumeFullError if the space is not
   /// there: nothing changed.
   void grow(std::uint64_t capacity_bytes);
+  /// Gives the space of a range back to the file system; the file keeps its size, and the range
+  /// reads as zeros. Returns false, with no change, where that cannot be: on a device, or in a file
+  /// system without holes.
+  bool release(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
+  /// Preallocates a range that was released, as grow() does.
+  void refill(std::uint64_t offset, std::uint64_t nbytes);
   /// Discards the stored data of a device, `kDiscardBytes` at a time: the drive then writes faster,
   /// and later readers get zeros if the device returns them. Best effort; some devices do not
   /// support it, and some take minutes. Calls `look(bytes done, bytes in all)` in between; an

@@ -224,6 +224,10 @@ class ResidentStore(TensorIO):
         self._forget(key, entry)
         return True
 
+    def shrink(self) -> None:
+        """Give the space that no key has back to the file systems."""
+        self._store.shrink()
+
     def wait_all(self) -> None:
         """Return when nothing is in flight; tickets keep their errors."""
         self._store.wait_all()

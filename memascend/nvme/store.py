@@ -166,6 +166,10 @@ class TensorStore(TensorIO):
         """Remove a key once its I/O has finished; False if there is none."""
         return self._core.discard(key=key)
 
+    def shrink(self) -> None:
+        """Give the space that no key has back to the file systems."""
+        self._core.shrink()
+
     def wait_all(self) -> None:
         """Return when nothing is in flight; tickets keep their errors."""
         self._core.wait_all()

@@ -133,6 +133,25 @@ def test_space_of_a_discarded_key_is_used_again(store):
     assert store.keys() == []
 
 
+def test_space_that_no_key_has_goes_back_and_is_taken_again(store):
+    kept = random.Random(7).randbytes(3 * MIB + 5)
+    for name, nbytes in (("first", 40 * MIB), ("last", len(kept))):
+        write(store, name, bytes(nbytes)).wait()
+    write(store, "last", kept).wait()
+    store.discard(key="first")
+    before = store.stats()
+    store.shrink()
+    after = store.stats()
+    assert after["used_bytes"] == before["used_bytes"]
+    assert after["reserved_bytes"] == after["used_bytes"] < before["reserved_bytes"] - 40 * MIB
+    other = random.Random(8).randbytes(20 * MIB)
+    for name in ("again", "and again"):
+        write(store, name, other).wait()
+    store.shrink()
+    for name, content in (("last", kept), ("again", other), ("and again", other)):
+        assert read(store, name, len(content)) == content
+
+
 def test_keys_are_listed_and_sized(store):
     store.reserve(key="b", nbytes=5)
     store.reserve(key="a", nbytes=0)

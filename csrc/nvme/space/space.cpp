@@ -109,6 +109,7 @@ Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
   // One alignment for all volumes, so that a transfer is cut alike on each of them.
   extent_alignment_ = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
   free_.assign(volumes_.size(), FreeSpace(UINT64_MAX));
+  hole_bytes_.assign(volumes_.size(), 0);
   use_ = std::make_unique<Use[]>(volumes_.size());
   MA_EXPECT(options.stripe_bytes > 0, "stripe_bytes must be positive");
   stripe_bytes_ = align_up(options.stripe_bytes, extent_alignment_);
@@ -215,9 +216,14 @@ std::vector<Extent> Space::take_on(std::size_t index, std::uint64_t nbytes) {
   MA_INVARIANT(nbytes > 0 && is_aligned(nbytes, extent_alignment_));
   FreeSpace& free = free_[index];
   auto run = free.best_backed(nbytes);
+  if (!run && refill(index, nbytes)) run = free.best_backed(nbytes);
   if (!run) {
     const std::uint64_t end = volumes_[index].capacity_bytes();
     if (grow(index, nbytes - free.backed_bytes_before(end))) run = free.best_backed(nbytes);
+  }
+  for (const FreeRun& hole : pieces(index, false)) {
+    if (free.backed_bytes() >= nbytes) break;
+    refill(index, {hole.offset, std::min(hole.nbytes, nbytes - free.backed_bytes())});
   }
   if (free.backed_bytes() < nbytes) grow(index, nbytes - free.backed_bytes());
   if (free.backed_bytes() < nbytes) return {};
@@ -302,10 +308,22 @@ void Space::give_back(const std::vector<Extent>& extents) {
   }
 }
 
+void Space::shrink() {
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    for (const FreeRun& run : pieces(index, true)) {
+      if (!volumes_[index].release(run.offset, run.nbytes)) break;
+      free_[index].mark(run.offset, run.nbytes, false);
+      hole_bytes_[index] += run.nbytes;
+    }
+  }
+  note_use();
+}
+
 void Space::note_use() {
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     const Volume& volume = volumes_[index];
-    use_[index].reserved_bytes = volume.capacity_bytes() - volume.start_bytes();
+    use_[index].reserved_bytes =
+        volume.capacity_bytes() - volume.start_bytes() - hole_bytes_[index];
     use_[index].used_bytes = taken_bytes(index);
   }
 }
@@ -332,7 +350,7 @@ std::uint64_t Space::available_bytes() const {
     for (std::size_t other = 0; other < volumes_.size(); ++other) {
       if (other != index && !volumes_[other].shares_device(volumes_[index])) continue;
       if (other < index) first = false;
-      limits += std::min(UINT64_MAX - limits, volumes_[other].limited_growth().nbytes);
+      limits += std::min(UINT64_MAX - limits, limited_room(other));
     }
     if (!first) continue;
     const std::uint64_t device_bytes =
@@ -344,7 +362,8 @@ std::uint64_t Space::available_bytes() const {
 
 std::uint64_t Space::taken_bytes(std::size_t index) const {
   const Volume& volume = volumes_[index];
-  return volume.capacity_bytes() - volume.start_bytes() - free_[index].backed_bytes();
+  return volume.capacity_bytes() - volume.start_bytes() - hole_bytes_[index] -
+         free_[index].backed_bytes();
 }
 
 Growth Space::growth(std::size_t index) const {
@@ -352,8 +371,45 @@ Growth Space::growth(std::size_t index) const {
   return asking(volume, 0, 0, [&] { return volume.growth(); });
 }
 
+// Bytes by which a file may grow, holes included, without the free space of its file system.
+std::uint64_t Space::limited_room(std::size_t index) const {
+  const std::uint64_t growth_bytes = volumes_[index].limited_growth().nbytes;
+  return growth_bytes + std::min(UINT64_MAX - growth_bytes, hole_bytes_[index]);
+}
+
 std::uint64_t Space::room_bytes(std::size_t index) const {
-  return free_[index].backed_bytes() + growth(index).nbytes;
+  const Volume& volume = volumes_[index];
+  const std::uint64_t device_bytes =
+      asking(volume, 0, 0, [&] { return volume.device_bytes_left(); });
+  return free_[index].backed_bytes() + std::min(limited_room(index), device_bytes);
+}
+
+// The free runs of a file: those that are backed, or holes.
+std::vector<FreeRun> Space::pieces(std::size_t index, bool backed) const {
+  const Volume& volume = volumes_[index];
+  return free_[index].pieces(volume.start_bytes(), volume.capacity_bytes(), backed);
+}
+
+// Backs the smallest hole that holds `nbytes`, or that part of it; false if there is none, or the
+// space is not there any more.
+bool Space::refill(std::size_t index, std::uint64_t nbytes) {
+  std::optional<FreeRun> best;
+  for (const FreeRun& hole : pieces(index, false)) {
+    if (hole.nbytes >= nbytes && (!best || hole.nbytes < best->nbytes)) best = hole;
+  }
+  return best && refill(index, FreeRun{best->offset, nbytes});
+}
+
+bool Space::refill(std::size_t index, const FreeRun& hole) {
+  Volume& volume = volumes_[index];
+  try {
+    asking(volume, hole.offset, hole.nbytes, [&] { volume.refill(hole.offset, hole.nbytes); });
+  } catch (const VolumeFullError&) {
+    return false;
+  }
+  free_[index].mark(hole.offset, hole.nbytes, true);
+  hole_bytes_[index] -= hole.nbytes;
+  return true;
 }
 
 // Grows the file by `nbytes` or more; false if the space is not there.

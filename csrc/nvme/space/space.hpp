@@ -41,6 +41,9 @@ class Space {
   /// with nothing taken, if all together lack the space; and the exceptions of checksum memory.
   std::vector<Extent> take(const std::string& key, std::uint64_t nbytes);
   void give(const std::vector<Extent>& extents);
+  /// Gives the space of free extents back to the file systems. Later extents take it again, if it
+  /// is still there.
+  void shrink();
 
   /// Tells devices that the stored data is no longer needed; see Volume::discard(). Calls
   /// `look(path, bytes done, bytes in all)` at intervals; an exception of it ends the discard.
@@ -72,6 +75,7 @@ class Space {
   void note_use();
   std::uint64_t taken_bytes(std::size_t index) const;
   Growth growth(std::size_t index) const;
+  std::uint64_t limited_room(std::size_t index) const;
   std::uint64_t room_bytes(std::size_t index) const;
   std::vector<Extent> take_whole(std::uint64_t nbytes);
   std::vector<Extent> take_striped(std::uint64_t nbytes);
@@ -81,9 +85,13 @@ class Space {
   std::vector<VolumeRoom> find_rooms() const;
   StoreFullError full(const std::string& key, std::uint64_t nbytes, std::uint64_t rounded) const;
   bool grow(std::size_t index, std::uint64_t nbytes);
+  std::vector<FreeRun> pieces(std::size_t index, bool backed) const;
+  bool refill(std::size_t index, std::uint64_t nbytes);
+  bool refill(std::size_t index, const FreeRun& hole);
 
   std::vector<Volume> volumes_;
-  std::vector<FreeSpace> free_;  // by volume; backed up to the file's current size
+  std::vector<FreeSpace> free_;  // by volume; backed up to the file's current size, but for holes
+  std::vector<std::uint64_t> hole_bytes_;  // by volume; inside the file, given back by shrink()
   std::unique_ptr<Use[]> use_;   // by volume
   std::vector<double> weights_;
   Checksums* checksums_;

@@ -287,6 +287,8 @@ class DuringBackward:
         self._tiles.drop()
         for key in self._keys:
             self._store.discard(key=early_key(key))
+        if self._keys:
+            self._store.shrink()
         self._keys = frozenset()
 
     def _basis(self, loss_scale: float) -> list[Basis]:

@@ -237,6 +237,8 @@ def test_a_drive_that_fills_up_gets_its_space_back_before_a_save_needs_it(
             clock.train(optimizer, numbers, norm=WITHIN)
     assert caplog.text.count("1 B less than a save takes") == 1
     assert not early_keys(both[0])
+    space = both[0].runtime.store.stats()
+    assert space["reserved_bytes"] == space["used_bytes"] > 0
     assert both[0].steps.early_tile_count == early * TILES
     assert_equal(*both)
 

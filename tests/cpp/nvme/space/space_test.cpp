@@ -3,6 +3,8 @@
 // weights and capacities are kept, and everything comes back.
 #include "nvme/space/space.hpp"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -95,13 +97,42 @@ void a_key_that_fits_nowhere_whole_is_cut() {
   MA_INVARIANT(space.take("k", 2 * kStripe - kBlock).size() == 2);
 }
 
+// In a file, as one in memory takes what it needs whenever it is written.
+void what_is_free_goes_back_to_the_file_system_and_is_taken_again() {
+  std::vector<Volume> volumes;
+  volumes.push_back(Volume::open_anonymous("."));
+  const int descriptor = volumes.front().descriptor();
+  const auto stored_bytes = [&] {
+    struct stat state{};
+    MA_INVARIANT(::fstat(descriptor, &state) == 0);
+    return static_cast<std::uint64_t>(state.st_blocks) * 512;
+  };
+  Space space(std::move(volumes), {kStripe, kStripe, {}});
+  const auto first = space.take("first", 64 * kStripe);
+  const auto last = space.take("last", 16 * kStripe);
+  space.give(first);
+  const std::uint64_t full_bytes = stored_bytes();
+  MA_INVARIANT(full_bytes >= 80 * kStripe);
+  space.shrink();
+  if (space.reserved_bytes() > space.used_bytes()) return;  // no holes in this file system
+  MA_INVARIANT(stored_bytes() <= full_bytes - 64 * kStripe + kBlock);
+  MA_INVARIANT(space.reserved_bytes() == 16 * kStripe);
+  const auto again = space.take("again", 32 * kStripe);
+  MA_INVARIANT(again.size() == 1);
+  MA_INVARIANT(again.front().offset == first.front().offset);
+  MA_INVARIANT(stored_bytes() >= 48 * kStripe);
+}
+
 class Model {
  public:
   explicit Model(std::uint64_t seed) : random_(seed), space_(make(random_, &capacity_)) {}
 
   void run() {
     for (int turn = 0; turn < 300; ++turn) {
-      if (random_() % 5 < 3) {
+      const auto choice = random_() % 16;
+      if (choice == 0) {
+        shrink();
+      } else if (choice < 10) {
         take();
       } else {
         give();
@@ -167,6 +198,14 @@ class Model {
     keys_.pop_back();
   }
 
+  void shrink() {
+    const std::uint64_t available = space_.available_bytes();
+    space_.shrink();
+    MA_INVARIANT(space_.available_bytes() == available);
+    MA_INVARIANT(space_.reserved_bytes() == space_.used_bytes());
+    MA_INVARIANT(space_.used_bytes() == taken_.size() * kBlock);
+  }
+
   std::mt19937_64 random_;
   std::uint64_t capacity_ = 0;
   Space space_;
@@ -183,6 +222,7 @@ int main() {
   memascend::large_keys_are_cut_by_weight();
   memascend::a_volume_that_is_full_leaves_the_rest_to_the_others();
   memascend::a_key_that_fits_nowhere_whole_is_cut();
+  memascend::what_is_free_goes_back_to_the_file_system_and_is_taken_again();
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
     memascend::Model(seed).run();
