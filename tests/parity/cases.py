@@ -221,7 +221,7 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         block["micro_batches"] = {"count": case.slices}
         if case.by_slice:
             block["micro_batches"]["reduction"] = "slice"
-    if case.during_backward:
+    if case.during_backward != "auto":  # the default
         block["streaming"]["optimizer"]["during_backward"] = case.during_backward
     if not case.split_master:
         block["streaming"]["optimizer"]["split_master"] = False

@@ -257,7 +257,8 @@ def early_cases() -> list[Case]:
         replace(auto, clipping=1000.0, family="alternating", world=2),
         replace(auto, accessors="read", boundary="stepped", accumulation=3),
         replace(auto, dtype="fp16", scale_window=2, steps=18, world=2, modify_weights=True),
-        replace(auto, resume_at=6, steps=18, limit_bytes=LIMIT_HALF_BYTES),
+        replace(auto, resume_at=6, steps=18),
+        replace(early, clipping=1000.0, resume_at=6, steps=14, limit_bytes=LIMIT_HALF_BYTES),
         replace(early, accessors="read", boundary="stepped", accumulation=3),
         replace(early, resume_at=3, steps=6, saver="whole"),
         # Nothing goes on behind its caller: no tile is left to the next forward pass.
