@@ -92,7 +92,7 @@ class Space {
   std::vector<Volume> volumes_;
   std::vector<FreeSpace> free_;  // by volume; backed up to the file's current size, but for holes
   std::vector<std::uint64_t> hole_bytes_;  // by volume; inside the file, given back by shrink()
-  std::unique_ptr<Use[]> use_;   // by volume
+  std::unique_ptr<Use[]> use_;             // by volume
   std::vector<double> weights_;
   Checksums* checksums_;
   std::uint64_t grow_bytes_ = 0;
