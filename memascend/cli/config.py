@@ -73,7 +73,7 @@ def config_command(args: argparse.Namespace) -> int:
     print(json.dumps(config_for(path.resolve(), limit_bytes, caller=args.caller), indent=2))
     print(
         f"host_memory_limit {format_nbytes(limit_bytes)} for each of {ranks} rank(s): half of "
-        f"{format_nbytes(total_bytes)}. Next: memascend plan MODEL --config ds.json",
+        f"{format_nbytes(total_bytes)}; less is slower, see memascend plan --config",
         file=sys.stderr,
     )
     return 0

@@ -21,6 +21,7 @@ from memascend.cli.plan_accounts import Accounts
 from memascend.cli.plan_context import (
     TABLE_CONTEXT,
     device_bytes_of,
+    drive_space_of,
     host_bytes_of,
     within_host_memory,
 )
@@ -55,7 +56,7 @@ class Machine:
     memory_bytes: int | None  # host memory, for all its ranks
     device_bytes: int | None  # device memory of one rank
     free_bytes: int | None  # free space on the drive
-    place: str  # the folder that was asked for its free space
+    place: str  # the folder that was asked for its free space; empty if that is stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +107,20 @@ def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
             memory_bytes = memory_total()
     if device_bytes is None:
         device_bytes = min((gpu.memory_bytes for gpu in list_gpus()), default=None)
+    free_bytes, place = drive_space_of(args), ""
     # One folder for each file system.
     folders = {os.stat(path).st_dev: path for path in paths if os.path.isdir(path)}
     if not folders and args.path is not None:
         raise ConfigError(f"--path {args.path} is not a folder")
     folders = folders or {0: os.getcwd()}
+    if free_bytes is None:
+        free_bytes = sum(shutil.disk_usage(folder).free for folder in folders.values())
+        place = ", ".join(folders.values())
     return Machine(
         memory_bytes=memory_bytes,
         device_bytes=device_bytes,
-        free_bytes=sum(shutil.disk_usage(folder).free for folder in folders.values()),
-        place=", ".join(folders.values()),
+        free_bytes=free_bytes,
+        place=place,
     )
 
 
@@ -214,7 +219,7 @@ def _fits(answer: Answer) -> str:
     lacking = [f"{format_nbytes(n)} more of {name}" for name, n in answer.lacking.items()]
     sizes = []
     for name, have in answer.available.items():
-        where = f" free in {answer.place}" if name == DRIVE else ""
+        where = f" free in {answer.place}" if name == DRIVE and answer.place else ""
         needed = format_nbytes(answer.needed[name])
         sizes.append(f"{name} {needed} of {format_nbytes(have)}{where}")
     if GPU not in answer.available:

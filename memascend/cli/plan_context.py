@@ -79,6 +79,9 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-memory", metavar="SIZE", help='of one rank, such as "24GiB"')
     group.add_argument("--host-memory", metavar="SIZE", help="of one rank, with Python and torch")
     group.add_argument(
+        "--drive-space", metavar="SIZE", help='free on the drives of one machine, such as "1.8TB"'
+    )
+    group.add_argument(
         "--fused-loss", action="store_true", help="logits are computed in chunks (Liger, TRL)"
     )
     group.add_argument(
@@ -109,6 +112,7 @@ def check_context_options(args: argparse.Namespace) -> None:
         counted = {
             "--device-memory": args.device_memory is not None,
             "--host-memory": args.host_memory is not None,
+            "--drive-space": args.drive_space is not None,
             "--fused-loss": args.fused_loss,
             "--tiled-mlp": args.tiled_mlp,
         }
@@ -237,6 +241,11 @@ def device_bytes_of(args: argparse.Namespace) -> int | None:
 def host_bytes_of(args: argparse.Namespace) -> int | None:
     """Return --host-memory in bytes; None without it."""
     return _size(args.host_memory, "--host-memory")
+
+
+def drive_space_of(args: argparse.Namespace) -> int | None:
+    """Return --drive-space in bytes; None without it."""
+    return _size(args.drive_space, "--drive-space")
 
 
 def _size(text: str | None, option: str) -> int | None:

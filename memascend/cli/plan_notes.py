@@ -35,7 +35,7 @@ def notes_of(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     notes = [
         *time_notes(plan, args),
-        "not counted: Python, torch, the device's context, activations, the page cache",
+        "the columns do not count Python, torch, the device's context, activations, the page cache",
     ]
     if plan.drive[PARAMETERS]:
         notes.insert(

@@ -7,7 +7,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from memascend.base.units import format_nbytes
 from memascend.cli.plan_drive import short_rates
@@ -16,7 +15,7 @@ from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.drive_rates import READ_GB_S, WRITE_GB_S, DriveRates
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
-from memascend.volumes.kept import KeptRates, kept_rates
+from memascend.volumes.kept import SHORT_RATES_FILE, KeptRates, kept_rates
 
 #: A share of the gradients above that of an embedding and a head, which find no room by default.
 HELD_UP_MIN = 0.25
@@ -71,7 +70,7 @@ def rates_of(args: argparse.Namespace, paths: Sequence[str] = ()) -> CountedRate
     if not stated and (found := measured_rates(paths)):
         return found
     if not stated and args.path is not None and (short := short_rates(args.path)):
-        return _of_short(short, args.path)
+        return _of_short(short, str(args.path))
     assumed = [name for name in ("read", "write") if name not in stated]
     source = "as stated"
     if assumed:
@@ -85,7 +84,7 @@ def rates_of(args: argparse.Namespace, paths: Sequence[str] = ()) -> CountedRate
     return CountedRates(rates, source, "assumed" if assumed else "stated")
 
 
-def _of_short(found: KeptRates, path: Path) -> CountedRates:
+def _of_short(found: KeptRates, path: str) -> CountedRates:
     """Return the rates after a short measurement.
 
     A write cache may have taken its writes, so they are counted as those of a modest drive if they
@@ -102,12 +101,16 @@ def _of_short(found: KeptRates, path: Path) -> CountedRates:
 
 
 def measured_rates(paths: Sequence[str]) -> CountedRates | None:
-    """Return the rates that were measured of the drives below these paths; None if none were."""
-    found = kept_rates(paths, cache=cache_directory())
-    if found is None:
-        return None
-    source = f"measured by `memascend volume bench --sustained` on {', '.join(paths)}"
-    return CountedRates(DriveRates(**asdict(found)), source, "measured")
+    """Return the rates that were measured of the drives below these paths; None if none were.
+
+    Sustained rates come before those of a short measurement.
+    """
+    cache, named = cache_directory(), ", ".join(paths)
+    if found := kept_rates(paths, cache=cache):
+        source = f"measured by `memascend volume bench --sustained` on {named}"
+        return CountedRates(DriveRates(**asdict(found)), source, "measured")
+    short = kept_rates(paths, cache=cache, name=SHORT_RATES_FILE)
+    return _of_short(short, named) if short else None
 
 
 def describe_rates(rates: DriveRates) -> str:

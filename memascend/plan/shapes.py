@@ -206,8 +206,8 @@ def builtin(name: str) -> ModelShapes:
         near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
         raise ConfigError(
-            f"no built-in model {name!r}. Known: {', '.join(known.values())}.{hint} Or give the "
-            "path of a config.json, or of a .safetensors file, index or folder"
+            f"no built-in model {name!r}.{hint} Give the path of a config.json, or of a "
+            f".safetensors file, index or folder, or one of {', '.join(known.values())}"
         )
     file = resources.files("memascend.plan") / "models" / f"{found}.json"
     text = file.read_text("utf-8")

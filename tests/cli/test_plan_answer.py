@@ -152,3 +152,16 @@ def test_the_folder_is_the_option_else_that_of_the_config_else_here(
     assert answer(capsys, "Llama-3.1-8B")["place"] == str(Path.cwd())
     assert main(["plan", "Llama-3.1-8B", "--path", str(tmp_path / "nosuch")]) == 1
     assert "--path" in capsys.readouterr().err
+
+
+def test_the_space_of_another_drive_may_be_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B", "--drive-space", "50GB")).split())
+    assert "more of drive space" in text
+    assert "104.70 GiB of 46.57 GiB" in text
+    assert " free in " not in text
+    assert answer(capsys, "Llama-3.1-8B", "--drive-space", "2TB")["fits"]
+
+
+def test_a_space_that_is_no_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "Llama-3.1-8B", "--drive-space", "much"]) == 1
+    assert "--drive-space" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,17 @@ def test_the_measurement_leaves_nothing_on_the_drive(
     assert min(rates.read_gb_s, rates.write_gb_s, rates.mixed_gb_s) > 0
     assert list(folder.iterdir()) == []
     assert kept_rates([str(folder)], cache=cache_directory(), name=SHORT_RATES_FILE) is None
+
+
+def test_a_short_measurement_counts_also_for_a_config_that_names_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(monkeypatch, KeptRates(2.0, 0.5, 0.75))
+    planned(capsys, "--path", str(tmp_path))
+    config = tmp_path / "ds.json"
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    found, notes = planned(capsys, "--config", str(config))
+    assert (found["drive_read_gb_s"], found["drive_write_gb_s"]) == (2.0, 0.5)
+    assert "measured for some seconds" in notes

@@ -19,8 +19,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_notes_are_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
     short, long = printed(capsys), printed(capsys, "--verbose")
-    assert "not counted: Python" in long
-    assert "not counted: Python" not in short
+    assert "do not count Python" in long
+    assert "do not count Python" not in short
     assert "--verbose: how these numbers were found" in short
 
 
