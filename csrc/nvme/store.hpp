@@ -103,14 +103,14 @@ class Store {
   /// Waits for one transfer; false if it has not ended within `timeout`. Throws StoreError if it
   /// failed, in every call.
   bool wait(Ticket& ticket, std::chrono::milliseconds timeout = kForever);
-  /// Returns true if wait() would return at once without error. Never waits; may still return false
-  /// just after the transfer has ended.
+  /// Whether wait() would return at once without error. Never waits; may be late to return true.
   bool ended_well(const Ticket& ticket);
   /// Waits until nothing is in flight. Tickets keep their errors.
   void wait_all();
   /// Removes a key after its I/O; false if there is none.
   bool discard(const std::string& key);
-  void shrink();  // gives the space that no key has back to the file systems
+  /// Gives the space that no key has back to the file systems.
+  void shrink();
   /// Exchanges the contents of two keys, with their transfers in flight.
   void exchange(const std::string& key, const std::string& other);
   bool contains(const std::string& key);
@@ -135,7 +135,7 @@ class Store {
   /// True if no volume uses the page cache.
   bool direct() const noexcept { return direct_; }
 
-  /// At a program's end: from then on a wait throws if a device is silent, which may use memory.
+  /// For a program's end: from now on a wait throws if a silent device may still use memory.
   void end_patience() noexcept { ending_ = true; }
   /// Waits for everything in flight, and gives all space back. Later calls except close() are
   /// refused. Does nothing in a forked child. If another thread is closing the store, returns when

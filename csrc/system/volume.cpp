@@ -283,15 +283,18 @@ void Volume::grow(std::uint64_t capacity_bytes) {
 
 bool Volume::release(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
   if (start_bytes_ > 0) return false;
-  return punch(descriptor(), offset, nbytes) == 0;
+  const int code = punch(descriptor(), offset, nbytes);
+  return code != EOPNOTSUPP && code != ENOSYS;  // after another error a part may be gone
 }
 
 void Volume::refill(std::uint64_t offset, std::uint64_t nbytes) {
+  const std::string failed = join("refill ", nbytes, " bytes of the file in ", directory_);
+  // fallocate would fill a full drive first, and fail then.
+  if (nbytes > device_bytes_left()) throw VolumeFullError(failed);
   const int code = device_ == 0 ? 0 : allocate(descriptor(), offset, nbytes);
   if (code == 0 || code == EOPNOTSUPP || code == ENOSYS) return;
   // It may have allocated a part; give it back so that nothing changes.
   (void)punch(descriptor(), offset, nbytes);
-  const std::string failed = join("refill ", nbytes, " bytes of the file in ", directory_);
   if (code == ENOSPC || code == EDQUOT) throw VolumeFullError(failed);
   throw SystemCallError(code, failed);
 }

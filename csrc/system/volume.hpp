@@ -104,7 +104,7 @@ class Volume {
   void grow(std::uint64_t capacity_bytes);
   /// Gives the space of a range back to the file system; the file keeps its size, and the range
   /// reads as zeros. Returns false, with no change, where that cannot be: on a device, or in a file
-  /// system without holes.
+  /// system without holes. True means that the space may be gone, also if only a part of it is.
   bool release(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
   /// Preallocates a range that was released, as grow() does.
   void refill(std::uint64_t offset, std::uint64_t nbytes);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memascend.base.json_text import read_json_object
-from memascend.config.block import find_block, parse_block
+from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
@@ -20,7 +20,10 @@ def check_file(path: Path) -> tuple[str, str, str]:
     """
     try:
         ds_config = read_json_object(path)
-        settings, block = parse_deepspeed(ds_config), parse_block(find_block(ds_config) or {})
+        block = active_config(ds_config)
+        if block is None:
+            return "note", f"{path}: no block turns memascend on, DeepSpeed runs as it is", ""
+        settings = parse_deepspeed(ds_config)
         check_config(settings)
         check_limit_can_be_kept(block, settings)
     except ConfigError as error:

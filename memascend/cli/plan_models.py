@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,8 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModel",
 )
+#: Keys of numbers of modules, each of which transformers makes.
+_COUNT = re.compile("(^|_)(layers?|experts)$")
 
 
 def find_model(name: str) -> ModelShapes:
@@ -79,9 +82,9 @@ def build_on_meta(content: Mapping[str, Any]) -> Any:
         Exception: As transformers raises for a file that it cannot use.
     """
     for part in (content, *(value for value in content.values() if isinstance(value, Mapping))):
-        layers = part.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > LAYER_COUNT_MAX:
-            raise ConfigError(f"num_hidden_layers={layers} is more than {LAYER_COUNT_MAX}")
+        for key, count in part.items():
+            if _COUNT.search(key) and isinstance(count, int) and count > LAYER_COUNT_MAX:
+                raise ConfigError(f"{key}={count} is more than {LAYER_COUNT_MAX}")
     import torch
     import transformers
 

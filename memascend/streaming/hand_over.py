@@ -30,7 +30,8 @@ class HandOver:
 
     def __init__(self) -> None:
         """Start without slots."""
-        self._lock = threading.Lock()
+        # A signal's handler may let shards go while its thread is in here.
+        self._lock = threading.RLock()
         self._offers: dict[str, _Offer] = {}
 
     def offer(self, key: str, slot: torch.Tensor) -> None:
@@ -53,7 +54,7 @@ class HandOver:
             return numel if offer is None or offer.end != numel else offer.begin
 
     def fill(self, key: str, begin: int, values: torch.Tensor) -> None:
-        """Copy new values into the slot that waits for them, if there is one.
+        """Copy new values into the slot that waits for them, if there is one; the walk's thread.
 
         Ranges of a value come in ascending order. Those before a gap count as old.
 
@@ -66,7 +67,9 @@ class HandOver:
             offer = self._offers.get(key)
             if offer is None:
                 return
-            offer.slot.narrow(0, begin, values.numel()).copy_(values)
+            # A slot that was offered in this mode can be changed in it alone; others can, too.
+            with torch.inference_mode():
+                offer.slot.narrow(0, begin, values.numel()).copy_(values)
             if begin != offer.end:
                 offer.begin = begin
             offer.end = begin + values.numel()

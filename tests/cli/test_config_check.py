@@ -16,7 +16,7 @@ from memascend.cli.main import main
 def check(ds_config: dict[str, Any], folder: Path) -> tuple[str, str, str]:
     file = folder / "ds.json"
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}
-    file.write_text(json.dumps({"zero_optimization": zero} | ds_config))
+    file.write_text(json.dumps({"zero_optimization": zero, "memascend": {}} | ds_config))
     return check_file(file)
 
 
@@ -48,6 +48,17 @@ def test_a_config_that_a_run_refuses_is_a_problem(
     assert state == "problem"
     assert words in text
     assert "ds.json" in remedy
+
+
+@pytest.mark.parametrize("block", [{}, {"memascend": {"enabled": False}}])
+def test_a_config_without_memascend_is_refused_nothing(
+    tmp_path: Path, block: dict[str, Any]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}} | block))
+    state, text, _ = check_file(file)
+    assert state == "note"
+    assert "no block turns memascend on" in text
 
 
 def test_the_doctor_checks_a_config_that_is_named(

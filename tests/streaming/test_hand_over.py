@@ -56,3 +56,24 @@ def test_what_an_earlier_walk_left_does_not_count(slot: torch.Tensor) -> None:
     fill(hand_over, 0, NUMEL)
     hand_over.offer("a", slot)
     assert hand_over.take("a", NUMEL) == NUMEL
+
+
+def test_a_slot_offered_in_inference_mode_is_filled_by_a_thread_outside_of_it() -> None:
+    """As in an evaluation behind a step: the mode is that of the thread that stages shards."""
+    hand_over, memory = HandOver(), torch.zeros(4 * NUMEL, dtype=torch.uint8)
+    with torch.inference_mode():
+        slot = memory.view(torch.float32)
+    assert slot.is_inference()
+    hand_over.offer("a", slot)
+    fill(hand_over, 0, NUMEL)
+    assert hand_over.take("a", NUMEL) == 0
+    assert torch.equal(memory.view(torch.float32), torch.ones(NUMEL))
+
+
+def test_a_handler_may_let_a_shard_go_while_its_thread_offers_another(slot: torch.Tensor) -> None:
+    hand_over = HandOver()
+    with hand_over._lock:  # where a signal's handler runs
+        assert hand_over.take("b", NUMEL) == NUMEL
+        hand_over.offer("a", slot)
+    fill(hand_over, 0, NUMEL)
+    assert hand_over.take("a", NUMEL) == 0

@@ -311,7 +311,7 @@ void Space::give_back(const std::vector<Extent>& extents) {
 void Space::shrink() {
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     for (const FreeRun& run : pieces(index, true)) {
-      if (!volumes_[index].release(run.offset, run.nbytes)) break;
+      if (!volumes_[index].release(run.offset, run.nbytes)) break;  // there are no holes
       free_[index].mark(run.offset, run.nbytes, false);
       hole_bytes_[index] += run.nbytes;
     }

@@ -6,7 +6,6 @@ The Trainer prints four digits of a loss, and writes all of them to trainer_stat
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ def read_all_digits(run: Run, folders: Sequence[Path]) -> None:
     if not run.losses:
         return
     began_at = time.time() - (time.monotonic() - run.started_s)
-    for path in sorted(_written_since(folders, began_at), key=os.path.getmtime, reverse=True):
+    for path in _written_since(folders, began_at):
         losses = _losses_of(path)[-len(run.losses) :]
         if len(losses) == len(run.losses) and all(map(_is_same, run.losses, losses)):
             run.exact_losses = [repr(loss) for loss in losses]
@@ -60,9 +59,14 @@ def use_all_digits(runs: Sequence[Run]) -> None:
 
 
 def _written_since(folders: Sequence[Path], began_at: float) -> list[Path]:
+    """Return the states that are newer than a time, the newest first."""
     found = {path for folder in folders for path in folder.rglob(STATE)}
-    # A file system may keep whole seconds.
-    return [path for path in found if path.stat().st_mtime >= int(began_at)]
+    written = []
+    for path in found:
+        with suppress(OSError):  # removed meanwhile
+            if path.stat().st_mtime >= began_at:
+                written.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(written, reverse=True)]
 
 
 def _losses_of(path: Path) -> list[float]:

@@ -24,6 +24,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from deepspeed import comm as dist
@@ -355,19 +356,17 @@ class DuringBackward:
         keys, store = self._keys_of(parts), self._store
         # After a failed write a key is unreadable until it is created again.
         reserve = functools.partial(make_anew, store) if self._tiles.has_failed else store.reserve
-        is_first = not self._keys
         self._keys |= set(keys)
         try:
             for key in keys:
                 reserve(key=early_key(key), nbytes=store.nbytes(key=key))
-            reason = "" if self._is_demanded else self._too_little_left(keys if is_first else ())
+            reason = "" if self._is_demanded else self._too_little_left()
         except StoreFullError as error:
-            reason = str(error)
+            reason = f"the drive has no room for a step's new values beside the old ones. {error}"
         if reason:
             log.log(
                 logging.WARNING if self._is_demanded else logging.INFO,
-                "memascend: %s has no effect from now on: the drive has no room for the new values "
-                "of a step beside the old ones. %s",
+                "memascend: %s has no effect from now on: %s",
                 _KEY,
                 reason,
             )
@@ -376,21 +375,22 @@ class DuringBackward:
         self._tiles.has_failed = False
         return True
 
-    def _too_little_left(self, others_keys: Sequence[str]) -> str:
-        """Say how much less is free than saving the run takes; empty if it is not.
+    def _too_little_left(self) -> str:
+        """Say how much less is free than saving the run takes; empty if it is not, or not known.
 
-        `others_keys` are those that every other rank of the machine may still have to reserve.
+        Each rank asks before each step that it would begin, when others may have reserved theirs.
         """
-        plan, free_bytes = self._runtime.plan, self._runtime.drive.free_bytes()
+        plan, free_bytes = self._runtime.plan, None
+        with suppress(OSError):
+            free_bytes = self._runtime.drive.free_bytes()
         if plan is None or free_bytes is None:
             return ""
-        ranks = local_world_size()
-        taken_bytes = (ranks - 1) * sum(self._store.nbytes(key=key) for key in others_keys)
-        lacking = lacking_bytes(plan, free_bytes, ranks=ranks, taken_bytes=taken_bytes)
+        lacking = lacking_bytes(plan, free_bytes, ranks=local_world_size())
         if not lacking:
             return ""
         return (
-            f"{format_nbytes(free_bytes)} are free, {format_nbytes(lacking)} less than a save takes"
+            "beside a step's new values the drive would have no room to save the run: "
+            f"{format_nbytes(free_bytes)} are free, {format_nbytes(lacking)} less than that takes"
         )
 
     def _keys_of(self, parts: Sequence[EarlyPart]) -> list[str]:

@@ -104,14 +104,18 @@ class MuonUpdates:
         if scale != 1.0:
             gradient.div_(scale)
         group = upstream.hyperparameters(number)
-        update = muon_update(
-            gradient,
-            momentum,
-            beta=group["momentum"],
-            ns_method=group.get("ns_method", "gram"),
-            is_expert_group=getattr(param, "is_expert_group", False),
-            num_heads=getattr(param, "muon_num_heads", None),
-        )
+        try:
+            update = muon_update(
+                gradient,
+                momentum,
+                beta=group["momentum"],
+                ns_method=group.get("ns_method", "gram"),
+                is_expert_group=getattr(param, "is_expert_group", False),
+                num_heads=getattr(param, "muon_num_heads", None),
+            )
+        except torch.OutOfMemoryError:  # the next matrix may have had the memory
+            self._stream.give_up()
+            raise
         self._stream.prefetch()  # while the device computes
         begin = min(upstream.part_begin(param, part.numel), param.ds_numel)
         own_numel = min(part.numel, param.ds_numel - begin)

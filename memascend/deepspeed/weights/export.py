@@ -27,8 +27,9 @@ from deepspeed.accelerator import get_accelerator
 from memascend.base.progress import byte_progress
 from memascend.base.units import format_nbytes
 from memascend.checkpoint.files import FlushedFile
+from memascend.deepspeed.attach.agreement import all_or_none
 from memascend.deepspeed.attach.attachment import Attachment, attachment_of
-from memascend.errors import StoreError, StoreFullError
+from memascend.errors import CheckpointError, StoreError, StoreFullError
 from memascend.transfer.staging import StagingSlots
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def wrap_consolidate(original: Callable[..., StateDict | None]) -> Callable[...,
         ):
             return original(engine, exclude_frozen_parameters)
         _partition_all(engine.optimizer)
+        _check_values(engine.optimizer)
         tensors = list(_named_tensors(engine.module, exclude_frozen_parameters))
         return _consolidate(tensors, attachment)
 
@@ -85,6 +87,27 @@ def _partition_all(optimizer: Any) -> None:
         if hasattr(optimizer, name):
             getattr(optimizer, name)()
             return
+
+
+def _check_values(optimizer: Any) -> None:
+    """Refuse values of which some are new and others old or undefined; all ranks call this.
+
+    Raises:
+        TornStepError: A step or a load ended half-way on this rank.
+        CheckpointError: It did on another one.
+    """
+    steps = getattr(optimizer, "steps", None)
+    if steps is not None:
+        with all_or_none(_torn_elsewhere):
+            steps.finish()
+            steps.current.check()
+
+
+def _torn_elsewhere(ranks: str) -> CheckpointError:
+    return CheckpointError(
+        f"the 16-bit model cannot be saved: a step or a load ended half-way on another rank "
+        f"({ranks}), whose error has the cause and the fix"
+    )
 
 
 def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDict | None:

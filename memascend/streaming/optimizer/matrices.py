@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from memascend.base.interfaces import Device, Event
-from memascend.base.units import format_nbytes
 from memascend.base.waiting import event_here
 from memascend.streaming.gradients.accumulation import GradientShard
 from memascend.streaming.gradients.on_device import GradientsOnDevice
@@ -106,12 +105,17 @@ class MatrixStream:
         try:
             self._coming = self._take_memory(part)
         except torch.OutOfMemoryError:
-            self._has_memory = False
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Expect no matrix any more: the device has no memory for two."""
+        if self._has_memory:
             log.warning(
-                "memascend: the device has no memory for a second matrix of Muon, of %s. From now "
-                "on each is read when its turn comes, and the drive waits while one is computed",
-                format_nbytes(nbytes),
+                "memascend: the device has no memory for a second matrix of Muon. From now on each "
+                "is read when its turn comes, and the drive waits while one is computed"
             )
+        self._has_memory = False
+        self.drop()
 
     def prefetch(self) -> None:
         """Read the expected matrix beside the work of the device; do nothing if there is none.

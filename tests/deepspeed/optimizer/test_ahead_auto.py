@@ -235,7 +235,7 @@ def test_a_drive_that_fills_up_gets_its_space_back_before_a_save_needs_it(
         for optimizer in both:
             numbers = range(WARM_COUNT + ROW_COUNT + early, DECIDED_COUNT)
             clock.train(optimizer, numbers, norm=WITHIN)
-    assert caplog.text.count("1 B less than a save takes") == 1
+    assert caplog.text.count("1 B less than that takes") == 1
     assert not early_keys(both[0])
     space = both[0].runtime.store.stats()
     assert space["reserved_bytes"] == space["used_bytes"] > 0

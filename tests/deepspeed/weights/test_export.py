@@ -20,7 +20,8 @@ pytest.importorskip("deepspeed")
 from memascend.checkpoint import files
 from memascend.deepspeed.weights import export
 from memascend.deepspeed.weights.export import WeightFile
-from memascend.errors import StoreError, StoreFullError
+from memascend.errors import StoreError, StoreFullError, TornStepError
+from memascend.streaming.optimizer.step import Step
 from memascend.transfer.staging import StagingSlots
 
 SLOT_BYTES = 4096
@@ -122,3 +123,15 @@ def test_every_rank_raises_when_the_first_one_fails(
     with pytest.raises(StoreError if rank or place == "posix_fallocate" else OSError):
         export._consolidate(tensors, SimpleNamespace(runtime=runtime))  # type: ignore[arg-type]
     assert len(gathered) == (0 if place == "posix_fallocate" else 2)
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_a_model_with_values_of_two_steps_is_not_saved(is_torn: bool) -> None:
+    steps = SimpleNamespace(current=Step(), finish=lambda: None)
+    if is_torn:
+        steps.current.note_load()
+        with pytest.raises(TornStepError, match="load a checkpoint"):
+            export._check_values(SimpleNamespace(steps=steps))
+    else:
+        export._check_values(SimpleNamespace(steps=steps))
+    export._check_values(SimpleNamespace())  # of inference

@@ -166,6 +166,18 @@ def test_without_device_memory_for_two_each_is_read_at_its_turn(
     assert caplog.text.count("no memory for a second matrix") == 1
 
 
+def test_after_an_update_without_memory_no_matrix_is_expected() -> None:
+    training, stream, marks = reading_ahead()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    stream.expect(PART)
+    stream.give_up()
+    marks.log.clear()
+    stream.expect(PART)
+    stream.prefetch()
+    assert marks.log == []
+    assert torch.equal(stream.read(PART)[0], values(1))
+
+
 def test_the_next_gradient_replaces_an_update() -> None:
     training, stream = opened()
     training.gradient_stream.put(GROUP, OFFSET, values(1))
