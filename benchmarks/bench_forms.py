@@ -130,9 +130,11 @@ def planned(run: Trainee, model: Sleeping) -> dict[str, float]:
     if run.block is None:
         return {}
     plan = plan_of(run, model)
+    read_bytes = sum(plan.read_bytes.values())
     return {
-        # The drive is slower than the layers: forward waits for the step behind it.
-        "planned_read": (sum(plan.read_bytes.values()) - plan.handed_over_bytes) / model.numel,
+        "planned_read": read_bytes / model.numel,
+        # If forward waits all along for the step behind it.
+        "planned_read_least": (read_bytes - plan.handed_over_bytes) / model.numel,
         "planned_written": sum(plan.written_bytes.values()) / model.numel,
     }
 
