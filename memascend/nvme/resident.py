@@ -209,6 +209,8 @@ class ResidentStore(TensorIO):
         if count < request.nbytes:
             ticket = self._store.start_read(request.without(count))
         if count:
+            import torch
+
             with torch.inference_mode():  # the target may be from there: an evaluation's
                 request.data[:count].copy_(entry.head[begin : begin + count])
             self._bytes_read[entry.stream] += count
