@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the ranks of one node; slurm_nodes.sh and pytorchjob.yaml run it on each. Unrun on several
+# Starts the ranks of one node; slurm.sh, slurm_nodes.sh and pytorchjob.yaml run it. Unrun on several
 # machines: tests/integration/test_nodes.py runs it twice on one.
 #
 # launch_node.sh train.py ds.json [options of train.py]

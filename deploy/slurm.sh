@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Unrun under Slurm. tests/test_deploy.py runs it with stand-ins for deepspeed and memascend.
+# Unrun under Slurm. tests/test_deploy.py runs it with stand-ins for torchrun and memascend.
 #
-# sbatch deploy/slurm.sh train.py ds.json [options of train.py]
+# sbatch deploy/slurm.sh train.py ds.json [options of train.py]     one node
 #
 # ds.json has "nvme_path": "@SWAP@", which becomes a folder of this job on the node's own drive.
 #SBATCH --job-name=memascend
@@ -13,21 +13,11 @@
 #SBATCH --time=24:00:00
 set -euo pipefail
 
-script="$1" config="$2"
-shift 2
+export MASTER_ADDR=127.0.0.1 MASTER_PORT="$((20000 + SLURM_JOB_ID % 10000))"
+export NNODES=1 NODE_RANK=0 NPROC_PER_NODE="${SLURM_GPUS_ON_NODE:-1}"
+# Of a loop of your own; that of the Trainer is --deepspeed.
+export CONFIG_OPTION="${CONFIG_OPTION---deepspeed_config}"
 
-# What the site gives as local scratch; a network share would carry every byte of a step.
-scratch="${SLURM_TMPDIR:-${SCRATCH_LOCAL:-${TMPDIR:-/tmp}}}"
-folder="$(mktemp -d "$scratch/memascend-${SLURM_JOB_ID:-job}-XXXXXX")"
-trap 'rm -rf "$folder"' EXIT
-
-# Raised as far as the site allows: memory beyond it is used without page lock.
-ulimit -l "$(ulimit -H -l)"
-
-mkdir "$folder/swap"
-sed "s|@SWAP@|$folder/swap|g" "$config" > "$folder/ds.json"
-memascend doctor --path "$folder/swap"
-
-# One launcher on the node, which starts a rank for each GPU. It is in this job's process group: scancel
-# reaches every rank.
-deepspeed --num_gpus "${SLURM_GPUS_ON_NODE:-1}" "$script" --deepspeed_config "$folder/ds.json" "$@"
+# sbatch runs a copy of this file: the launcher is found where the job was submitted. It is in this
+# job's process group: scancel reaches every rank.
+exec bash "${MEMASCEND_LAUNCH:-$SLURM_SUBMIT_DIR/deploy/launch_node.sh}" "$@"

@@ -15,7 +15,7 @@
 set -euo pipefail
 
 # One launcher on each node, which starts a rank for each of its GPUs. All meet at the first node.
-MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 MASTER_PORT="$((20000 + SLURM_JOB_ID % 10000))"
 NNODES="$SLURM_JOB_NUM_NODES"
 NPROC_PER_NODE="${SLURM_GPUS_ON_NODE:-8}"

@@ -124,37 +124,50 @@ def test_the_doctors_trial_passes_under_dockers_default_profile(tmp_path: Path) 
 # -- a cluster, conda ------------------------------------------------------------------------------
 
 
-def test_the_job_gives_each_run_a_folder_of_its_own_and_the_training_its_options(
-    tmp_path: Path,
-) -> None:
-    programs = tmp_path / "bin"
+def run_job(folder: Path, script: str, stand_ins: dict[str, str], **variables: str) -> list[str]:
+    """Run a script of Slurm's, with stand-ins for a cluster's programs; return its lines."""
+    programs = folder / "bin"
     programs.mkdir()
-    for name in ("memascend", "deepspeed"):
-        (programs / name).write_text('#!/bin/bash\necho "$(basename "$0") $*"\n')
+    for name, does in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
         (programs / name).chmod(0o700)
-    with (programs / "deepspeed").open("a") as launcher:
-        launcher.write('cat "$5"\n')
-    config = tmp_path / "ds.json"
+    config = folder / "ds.json"
     config.write_text('{"nvme_path": "@SWAP@"}')
     done = subprocess.run(
-        ["bash", DEPLOY / "slurm.sh", "train.py", config, "--steps", "3"],
+        ["bash", DEPLOY / script, "train.py", config, "--max_steps", "3"],
         env={
             "PATH": f"{programs}:/usr/bin:/bin",
-            "SLURM_TMPDIR": str(tmp_path),
+            "SLURM_TMPDIR": str(folder),
             "SLURM_JOB_ID": "7",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            **variables,
         },
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    doctor, launch, written = done.stdout.splitlines()
-    assert re.fullmatch(rf"memascend doctor --path {tmp_path}/memascend-7-\w+/swap", doctor)
-    config_of_job = rf"{tmp_path}/memascend-7-\w+/ds.json"
-    expected = rf"deepspeed --num_gpus 1 train.py --deepspeed_config {config_of_job} --steps 3"
-    assert re.fullmatch(expected, launch)
+    assert list(folder.glob("memascend-7-*")) == []
+    return done.stdout.splitlines()
+
+
+def check_node(folder: Path, lines: list[str], node: str) -> None:
+    """Check what a node prints: the doctor, the launch with the words of the node, the JSON."""
+    doctor, launch, written = lines
+    job = rf"{folder}/memascend-7-\w+"
+    assert re.fullmatch(rf"memascend doctor --path {job}/swap", doctor)
+    assert re.fullmatch(rf"torchrun {node} {job}/ds.json --max_steps 3", launch)
     assert json.loads(written)["nvme_path"] == doctor.split()[-1]
-    assert list(tmp_path.glob("memascend-7-*")) == []
+
+
+#: The thirteenth word is the JSON of the job.
+NODE = {"memascend": 'echo "memascend $*"', "torchrun": 'echo "torchrun $*"; cat "${13}"'}
+
+
+def test_the_job_of_one_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    lines = run_job(tmp_path, "slurm.sh", NODE)
+    node = "--nnodes 1 --node_rank 0 --nproc_per_node 1 --master_addr 127.0.0.1 --master_port 20007"
+    check_node(tmp_path, lines, f"{node} train.py --deepspeed_config")
 
 
 def test_the_recipe_states_this_version_and_the_requirements_of_the_package() -> None:
@@ -169,46 +182,21 @@ def test_the_recipe_states_this_version_and_the_requirements_of_the_package() ->
 
 
 def test_the_job_of_many_nodes_starts_the_launcher_of_each_node_on_all(tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    stand_ins = {
+    cluster = {
         "scontrol": 'printf "%s\\n" first second third fourth',
         "srun": 'echo "srun $1"; shift; SLURM_NODEID=3 "$@"',
-        "memascend": 'echo "memascend $*"',
-        "torchrun": 'echo "torchrun $*"; cat "${13}"',
     }
-    for name, does in stand_ins.items():
-        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
-        (programs / name).chmod(0o700)
-    config = tmp_path / "ds.json"
-    config.write_text('{"nvme_path": "@SWAP@"}')
-    done = subprocess.run(
-        ["bash", DEPLOY / "slurm_nodes.sh", "train.py", config, "--max_steps", "3"],
-        env={
-            "PATH": f"{programs}:/usr/bin:/bin",
-            "SLURM_TMPDIR": str(tmp_path),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node[1-4]",
-            "SLURM_JOB_NUM_NODES": "4",
-            "SLURM_GPUS_ON_NODE": "8",
-            "SLURM_SUBMIT_DIR": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
+    srun, *lines = run_job(
+        tmp_path,
+        "slurm_nodes.sh",
+        cluster | NODE,
+        SLURM_JOB_NODELIST="node[1-4]",
+        SLURM_JOB_NUM_NODES="4",
+        SLURM_GPUS_ON_NODE="8",
     )
-    assert done.returncode == 0, done.stderr
-    srun, doctor, launch, written = done.stdout.splitlines()
     assert srun == "srun --kill-on-bad-exit=1"
-    folder = rf"{tmp_path}/memascend-7-\w+"
-    assert re.fullmatch(rf"memascend doctor --path {folder}/swap", doctor)
-    expected = (
-        r"torchrun --nnodes 4 --node_rank 3 --nproc_per_node 8 --master_addr first "
-        rf"--master_port 20007 train.py --deepspeed {folder}/ds.json --max_steps 3"
-    )
-    assert re.fullmatch(expected, launch)
-    assert json.loads(written)["nvme_path"] == doctor.split()[-1]
-    assert list(tmp_path.glob("memascend-7-*")) == []
+    node = "--nnodes 4 --node_rank 3 --nproc_per_node 8 --master_addr first --master_port 20007"
+    check_node(tmp_path, lines, f"{node} train.py --deepspeed")
 
 
 def test_every_pod_of_the_pytorchjob_is_a_node_of_its_launcher() -> None:
