@@ -194,7 +194,7 @@ class Training:
         self.engine.backward(self._loss(self._batches[0]))
 
     def facts(self) -> None:
-        """What can be asked of a run at any time: its weights, host memory and guesses."""
+        """Tells the facts that a run has at any time: its weights, host memory and guesses."""
         answer(
             "facts",
             weights=digest(self.engine.module),

@@ -12,7 +12,7 @@ script="$1" config="$2"
 shift 2
 node="${NODE_RANK:-${SLURM_NODEID:-${RANK:?no number of this node: set NODE_RANK}}}"
 
-# What the site gives as local scratch; a network share would carry every byte of a step.
+# The site's local scratch; a network share would carry every byte of a step.
 scratch="${SLURM_TMPDIR:-${SCRATCH_LOCAL:-${TMPDIR:-/tmp}}}"
 folder="$(mktemp -d "$scratch/memascend-${SLURM_JOB_ID:-job}-XXXXXX")"
 trap 'rm -rf "$folder"' EXIT

@@ -15,7 +15,7 @@ set -euo pipefail
 
 export MASTER_ADDR=127.0.0.1 MASTER_PORT="$((20000 + SLURM_JOB_ID % 10000))"
 export NNODES=1 NODE_RANK=0 NPROC_PER_NODE="${SLURM_GPUS_ON_NODE:-1}"
-# Of a loop of your own; that of the Trainer is --deepspeed.
+# The option of a loop of your own; the Trainer's is --deepspeed.
 export CONFIG_OPTION="${CONFIG_OPTION---deepspeed_config}"
 
 # sbatch runs a copy of this file: the launcher is found where the job was submitted. It is in this

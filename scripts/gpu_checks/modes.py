@@ -37,7 +37,7 @@ AUTO = {"streaming": {"optimizer": {"during_backward": "auto"}}}
 #: 8 bits in tiles of two sizes: the tiles that a tensor is cut into must not show.
 EIGHT_BITS = {"state_dtype": "int8", "master_dtype": "bf16+8"}
 TILE_BYTES = ("256KiB", "1MiB")
-#: Of a loss: 8 bits are not exact.
+#: The part of a loss that 8 bits may change.
 EIGHT_BITS_TOLERANCE = 0.02
 #: Compiling Muon's kernels takes minutes, and is torch's part.
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}

@@ -171,7 +171,7 @@ def judge_parity(figures: Figures) -> list[str]:
 
 
 def differences(what: str, one: Figures, other: Figures) -> list[str]:
-    """What differs between two runs, and whether their losses are any."""
+    """Return the differences between two runs, and losses that are none."""
     losses = [[float(loss) for loss in ",".join(run["losses"]).split(",")] for run in (one, other)]
     problems = []
     if len(losses[0]) < STEPS or not all(math.isfinite(loss) for loss in losses[0]):
