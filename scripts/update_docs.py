@@ -109,7 +109,7 @@ def host_memory(*, model: str = "Llama-3.1-8B", cells: int = 40) -> str:
         for name, title in titles.items()
     }
     scale = cells / max(peaks.values())
-    lines = [f"host memory of {model} at its peak, GiB (computed: memascend plan {model})"]
+    lines = [f"host memory of {model} at its peak, GiB, computed by memascend plan"]
     lines += [
         f"{title:<15}  {'█' * max(1, round(peak * scale))} {peak:.1f}"
         for title, peak in peaks.items()
