@@ -220,13 +220,15 @@ def test_an_example_has_a_block_that_is_accepted(name: str) -> None:
 
 @each_example
 def test_an_example_tells_how_to_run_it(name: str) -> None:
-    toy = re.search(r'default="toy/(\w+)"', (FOLDER / name / "train.py").read_text())
+    script = (FOLDER / name / "train.py").read_text()
+    toy = re.search(r'default="toy/(\w+)"', script)
     assert toy is not None
     lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
     [row] = [line for line in lines if line.startswith(f"| [{name}]({name}/train.py) |")]
     assert f"| `{toy[1]}` |" in row
-    # Not the few of a toy.
+    # Not the few of a toy, nor its checkpoints.
     assert re.search(r"`--model \S+ [^`]*--(max_)?steps \d{4}` \|$", row)
+    assert ("save_steps" in script) == bool(re.search(r"--save_steps \d{3}\b", row))
 
 
 def test_there_is_an_example_of_each_kind() -> None:
