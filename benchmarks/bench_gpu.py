@@ -146,14 +146,15 @@ HEADER = (
 
 
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """All finished rows as Markdown, GB of 10^9 bytes; the machine above them.
+    """All finished cases as Markdown, GB of 10^9 bytes; the machines above them.
 
     Args:
         records: By the name of the case.
     """
-    known = [(run, records[run.name]) for run in RUNS if run.name in records]
-    machines = list(dict.fromkeys(gpu_machine.describe(record["machine"]) for _, record in known))
-    return "\n".join([*machines, "", HEADER, *(_row(run, record) for run, record in known)])
+    machines = dict.fromkeys(gpu_machine.describe(record["machine"]) for record in records.values())
+    rows = [_row(run, records[run.name]) for run in RUNS if run.name in records]
+    alone = ["", HEADER, *rows] if rows else []
+    return "\n".join([*machines, *alone]) + gpu_turns.table(records)
 
 
 def _row(run: Run, record: Mapping[str, Any]) -> str:
@@ -206,7 +207,7 @@ def report(options: Any) -> bool:
     every = [*map(case_of, RUNS), *map(case_of_turns, TURNS)]
     found = {case.name: cases.load(case, options.out) for case in every}
     records = {name: record for name, record in found.items() if record is not None}
-    text = table(records) + gpu_turns.table(records)
+    text = table(records)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
     cases.pack(options, text)

@@ -5,6 +5,7 @@ Asks torch how many devices there are; makes no context, so that children begin 
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def facts(directory: Path, machine: Machine) -> dict[str, Any]:
     import torch
 
     found = harness.machine(directory)
-    driver = DRIVER.read_text(encoding="ascii").splitlines()[0] if DRIVER.exists() else "unknown"
+    number = re.search(r"\d+\.\d[\d.]*", DRIVER.read_text("ascii")) if DRIVER.exists() else None
+    driver = number.group() if number else "unknown"
     versions = found["versions"] | {"cuda": str(torch.version.cuda), "driver": driver}
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no device"
     lacks = found.get("lacks", {}) | gpu_lacks.circumstances(directory)
@@ -76,6 +78,6 @@ def describe(found: Mapping[str, Any]) -> str:
     lacks = "".join(f" {name}: {reason}." for name, reason in found.get("lacks", {}).items())
     return (
         f"{found['gpus']} x {found['gpu']}, {found['cpus_usable']} cores of {found['cpu']}, "
-        f"{found['memory_bytes'] / GIB:.0f} GiB, kernel {found['kernel']}, "
+        f"{found['memory_bytes'] / GIB:.0f} GiB, kernel {found['kernel'].split('-')[0]}, "
         f"{found['filesystem']['type']}; {versions}.{lacks}"
     )

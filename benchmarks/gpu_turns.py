@@ -160,4 +160,4 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
             cells = [turns.model, turns.tokens, f"x{turns.accumulation}", name]
             cells += [f"{figures['rss_bytes'] / 1e9:.1f}", step_s, ratio]
             rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(["", HEADER, *rows]) if rows else ""
+    return "\n".join(["", "", HEADER, *rows]) if rows else ""
