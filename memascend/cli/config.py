@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.base.units import GIB, format_nbytes
+from memascend.cli.plan_accounts import AUTO_SIZES
 from memascend.cli.plan_context import whole_number
 from memascend.errors import ConfigError
 from memascend.plan.context import HOST_RESERVE_BYTES
@@ -22,12 +23,6 @@ from memascend.system.mounts import IN_MEMORY, filesystem_of
 #: Part of the host memory for memascend; the rest is for the script, its data and the page cache.
 LIMIT_SHARE = 0.5
 TRAINER, LOOP = "trainer", "loop"
-#: Sizes that the Trainer fills in, and that a loop leaves at DeepSpeed's defaults.
-AUTO_SIZES = (
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-)
 
 
 def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:

@@ -13,10 +13,12 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -57,6 +59,8 @@ from memascend.plan.shapes import builtin, builtin_names
 from memascend.plan.stock import StockPlan
 
 BILLION = 10**9
+#: Columns of `--table` that a narrow terminal has no room for.
+_LEFT_OUT = ("four pieces", "less than tuned stock")
 
 
 def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -97,7 +101,9 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart")
     parser.add_argument(
-        "--table", action="store_true", help="all built-in models, as a Markdown table"
+        "--table",
+        action="store_true",
+        help="all built-in models; as Markdown unless it is shown on a terminal",
     )
     add_context_options(parser)
     parser.set_defaults(run=plan_command, usage_error=parser.error)
@@ -120,10 +126,10 @@ def plan_command(args: argparse.Namespace) -> int:
     args.drive = rates_of(args, paths)
     account = functools.partial(accounts_of, settings=settings, block=block, args=args)
     if args.table and args.fit:
-        print(fit_markdown(lambda shapes: training_of(account(shapes), args), args))
+        _print_markdown(fit_markdown(lambda shapes: training_of(account(shapes), args), args))
         return 0
     if args.table:
-        print(markdown([account(builtin(name)) for name in builtin_names()]))
+        _print_markdown(markdown([account(builtin(name)) for name in builtin_names()]))
         return 0
     accounts = account(find_model(args.model))
     training = training_of(accounts, args) if is_asked(args) else None
@@ -164,6 +170,30 @@ def markdown(rows: list[Accounts]) -> str:
 
 
 # -- showing ---------------------------------------------------------------------------------------
+
+
+def is_terminal() -> bool:
+    """Return whether the output goes to a terminal."""
+    return sys.stdout.isatty()
+
+
+def _print_markdown(text: str) -> None:
+    """Print a Markdown table as it is; on a terminal as a table, with the columns that fit."""
+    if not is_terminal():
+        print(text)
+        return
+    titles, _, *rows = (
+        [cell.strip(" *") for cell in line[1:-1].split("|")] for line in text.splitlines()
+    )
+    console = Console()
+    shown = [n for n, title in enumerate(titles) if title not in _LEFT_OUT or console.width > 110]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number in shown:
+        words = [word for row in (titles, *rows) for word in row[number].split()]
+        table.add_column(titles[number], no_wrap=number < 2, min_width=max(map(len, words)))
+    for row in rows:
+        table.add_row(*(row[number] for number in shown))
+    console.print(table)
 
 
 def _print_table(accounts: Accounts, args: argparse.Namespace, console: Console) -> None:

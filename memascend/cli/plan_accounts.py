@@ -21,6 +21,12 @@ from memascend.plan.shapes import ModelShapes
 from memascend.plan.stock import StockPlan, four_pieces, stock
 from memascend.system.memory import memory_total
 
+#: Sizes that the Trainer fills in from the model, and that a loop leaves at DeepSpeed's defaults.
+AUTO_SIZES = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
 #: The values of Hugging Face's example, used without --config.
 DEFAULT_CONFIG: dict[str, Any] = {
     "bf16": {"enabled": True},
@@ -29,13 +35,14 @@ DEFAULT_CONFIG: dict[str, Any] = {
         "sub_group_size": 10**9,
         "offload_param": {"device": "nvme", "buffer_count": 5, "max_in_cpu": 10**9},
         "offload_optimizer": {"device": "nvme", "buffer_count": 4},
+        **dict.fromkeys(AUTO_SIZES, "auto"),
     },
     "optimizer": {"type": "AdamW"},
     "gradient_accumulation_steps": 1,
 }
 DEFAULT_NOTE = (
-    "no --config: bf16, AdamW, sub_group_size 1e9, buffer_count 5 and 4, max_in_cpu 1e9, "
-    "pin_memory, gradient_accumulation_steps 1"
+    "no --config: Hugging Face's example: bf16, AdamW, sub_group_size 1e9, buffer_count 5 and 4, "
+    'max_in_cpu 1e9, pin_memory, gradient_accumulation_steps 1, bucket sizes "auto"'
 )
 STOCK, TUNED_STOCK, PIECES, OURS = "stock 0.19.8", "tuned stock", "four pieces", "memascend"
 #: The largest sub-group of a tuned stock; it also keeps no parameters in memory, and pins nothing.

@@ -30,7 +30,7 @@ from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
-    STOCK_CHECKPOINTS,
+    OURS_ON_DEVICE,
     DeviceSettings,
     Training,
     widths_of,
@@ -174,7 +174,7 @@ def _batch(
     Checkpoints stay on the device unless the block has activations on the drive.
     """
     training = training_of(accounts, args)
-    way = OURS_CHECKPOINTS if accounts.block.activations.enabled else STOCK_CHECKPOINTS
+    way = OURS_CHECKPOINTS if accounts.block.activations.enabled else OURS_ON_DEVICE
     count, length = args.batch, args.context or TABLE_CONTEXT
     if args.context is None:
         room = None if device_bytes is None else Room(device_bytes=device_bytes)
@@ -189,10 +189,12 @@ def print_answer(
     """Print the model, and the four lines."""
     request = accounts.memascend.request
     on = f" on {args.nodes} machines; bytes of one machine" if args.nodes > 1 else ""
-    print(
+    width = min(console.width, _WIDTH_MAX)
+    title = (
         f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
         f"{request.precision}, {request.optimizer}, {request.world} rank(s){on}"
     )
+    print(textwrap.fill(title, width=width, break_on_hyphens=False))
     second = ""
     if answer.second_bytes:
         second = f", {format_nbytes(answer.second_bytes)} more if steps begin during backward"
@@ -207,7 +209,7 @@ def print_answer(
         print(
             textwrap.fill(
                 text,
-                width=min(console.width, _WIDTH_MAX),
+                width=width,
                 initial_indent=f"{label:<{_LABEL_WIDTH}}",
                 subsequent_indent=" " * _LABEL_WIDTH,
                 break_on_hyphens=False,

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
+from memascend.cli.plan_accounts import DEFAULT_NOTE
 from memascend.cli.plan_one_pass import (
     ONE_PASS,
     comparison_json,
@@ -30,6 +31,7 @@ from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
+    OURS_ON_DEVICE,
     STOCK_CHECKPOINTS,
     STOCK_ON_HOST,
     WAYS,
@@ -50,8 +52,10 @@ TABLE_MODELS = ("Qwen2.5-7B", "Llama-3.1-8B")
 TABLE_DEVICES, TABLE_HOSTS = (24 * GIB, 48 * GIB, 96 * GIB), (32 * GIB, 64 * GIB, 128 * GIB)
 TABLE_WAYS = (STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS)
 TABLE_CONTEXT = 4096
-#: The ways that are shown without --verbose: three columns fit a terminal.
-_SHOWN_TITLES = (STOCK_CHECKPOINTS.title, OURS_CHECKPOINTS.title, ONE_PASS)
+#: The ways that are shown without --verbose, in one table.
+_SHOWN_TITLES = (STOCK_CHECKPOINTS.title, OURS_ON_DEVICE.title, OURS_CHECKPOINTS.title, ONE_PASS)
+#: With four columns of numbers this wide, 80 columns leave 20 for the names of rows.
+_NUMBER_WIDTH = 11
 WEAR_STEPS = 1000
 TERABYTE = 10**12
 
@@ -183,8 +187,11 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
     if args.context is not None:
         comparison = _comparison(training, args)
         plans = _plans(training, comparison, args)
-        shown = plans if args.verbose else [p for p in plans if p.way.title in _SHOWN_TITLES]
-        console.print(_table_of_bytes(training, shown, args))
+        shown = [[plan for plan in plans if plan.way.title in _SHOWN_TITLES]]
+        if args.verbose:  # seven columns are too wide for a terminal
+            shown = [[p for p in plans if p.way.has_memascend == has] for has in (False, True)]
+        for columns in shown:
+            console.print(_table_of_bytes(training, columns, args))
         if comparison.one_pass.slices > 1:
             console.print(comparison_table(training, comparison, args))
         notes = (_notes if args.verbose else _advices)(training, plans, args)
@@ -328,7 +335,8 @@ def _table_of_bytes(
     )
     table.add_column("")
     for plan in plans:
-        table.add_column(plan.way.title, justify="right")
+        place = f", checkpoints on the {plan.way.place}" if plan.way.title == ONE_PASS else ""
+        table.add_column(f"{plan.way.title}{place}", justify="right", width=_NUMBER_WIDTH)
 
     def add(name: str, cells: Iterable[int | str | None], style: str | None = None) -> None:
         texts = [cell if isinstance(cell, str) else _shown(cell) for cell in cells]
@@ -390,13 +398,13 @@ def _shown(nbytes: int | None) -> str:
 
 def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespace) -> list[str]:
     notes = [
-        "checkpointing is gradient checkpointing: it saves one hidden state per layer, and "
-        "backward recomputes the layer; its bytes are exact, unlike those marked as estimates",
+        "checkpoints are those of gradient checkpointing: one hidden state for each layer, which "
+        "backward recomputes; their bytes are exact, unlike those marked as estimates",
         "attention is assumed to be a flash or sdpa kernel; eager attention needs memory quadratic "
         "in the context",
     ]
     if args.config is None:
-        notes.insert(0, "no --config: Hugging Face's example, and DeepSpeed's own defaults")
+        notes.insert(0, DEFAULT_NOTE)
     if not training.has_fused_loss:
         notes.append(
             f"logits take {LOGITS_BYTES} bytes for each token and entry of the vocabulary; a fused "
@@ -406,19 +414,29 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
         f"{format_nbytes(HOST_RESERVE_BYTES)} of host memory are for Python, torch and the "
         "device's libraries (estimate)"
     )
-    if not training.activations.enabled:
-        notes.append(
-            'activations on the drive, as in memascend\'s columns, need "activations": '
-            '{"enabled": true} in the block'
-        )
     return notes + rate_notes(args) + _advices(training, plans, args)
 
 
 def _advices(training: Training, plans: list[ContextPlan], args: argparse.Namespace) -> list[str]:
-    """Return advice for activations that go to the drive."""
+    """Return advice on the section `activations`: whether it is needed, and its best value."""
     by_title = {plan.way.title: plan for plan in plans}
     ours = by_title.get(ONE_PASS, by_title[OURS_CHECKPOINTS.title])
-    return [_advice(training, ours, device_bytes_of(args))] if ours.drive_bytes else []
+    if not ours.drive_bytes:
+        return []
+    device_bytes = device_bytes_of(args)
+    advice = _advice(training, ours, device_bytes)
+    if training.activations.enabled:
+        return [advice]
+    note = (
+        'columns with checkpoints or activations on the drive need "activations": {"enabled": '
+        "true} in the block"
+    )
+    if device_bytes is not None and ONE_PASS not in by_title:
+        if by_title[OURS_ON_DEVICE.title].device_bytes <= device_bytes:
+            return [f"{note}; not needed here: the device has room for the checkpoints"]
+        if ours.device_bytes <= device_bytes:
+            note += f"; with it {format_nbytes(ours.device_bytes)} of device memory are enough"
+    return [note, advice]
 
 
 def _advice(training: Training, ours: ContextPlan, device_bytes: int | None) -> str:

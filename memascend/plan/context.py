@@ -1,4 +1,4 @@
-"""Device memory, host memory and traffic for a number of tokens, in five ways to train.
+"""Device memory, host memory and traffic for a number of tokens, in six ways to train.
 
 Saved activations stay on the device, go to pinned host memory (transformers' checkpointing with
 `offload`), or go to the drive (the section `activations`). With checkpointing they are one hidden
@@ -55,7 +55,7 @@ RELEASED = "parameters let go, kernels queued"
 BUCKET = "reduce bucket"
 CHECKPOINTS = "checkpoints, one for each layer"
 SAVED = "saved activations (estimate)"
-KEPT = "activations.device_bytes"
+KEPT = "activations kept (device_bytes)"
 FLIGHT = "activations in flight"
 RESERVE = "driver, libraries, fragments (estimate)"
 # Temporaries, each at its own moment.
@@ -77,18 +77,19 @@ class Way:
     has_checkpoints: bool = False  # whether a layer saves its input alone, and is recomputed
 
 
-STOCK_ALL = Way("stock, no checkpointing", place="device")
-STOCK_CHECKPOINTS = Way("stock, checkpointing", place="device", has_checkpoints=True)
+STOCK_ALL = Way("stock, all activations on the device", place="device")
+STOCK_CHECKPOINTS = Way("stock, checkpoints on the device", place="device", has_checkpoints=True)
 STOCK_ON_HOST = Way("stock, checkpoints on the host", place="host", has_checkpoints=True)
-OURS_CHECKPOINTS = Way(
-    "memascend, checkpointing", place="drive", has_memascend=True, has_checkpoints=True
-)
-OURS_ALL = Way("memascend, no checkpointing", place="drive", has_memascend=True)
-#: For a step in which saved activations need no drive; `WAYS` has the other one.
 OURS_ON_DEVICE = Way(
     "memascend, checkpoints on the device", place="device", has_memascend=True, has_checkpoints=True
 )
-WAYS = (STOCK_ALL, STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS, OURS_ALL)
+#: The section `activations`, with gradient checkpointing and without.
+OURS_CHECKPOINTS = Way(
+    "memascend, checkpoints on the drive", place="drive", has_memascend=True, has_checkpoints=True
+)
+OURS_ALL = Way("memascend, all activations on the drive", place="drive", has_memascend=True)
+STOCK_WAYS = (STOCK_ALL, STOCK_CHECKPOINTS, STOCK_ON_HOST)
+WAYS = (*STOCK_WAYS, OURS_ON_DEVICE, OURS_CHECKPOINTS, OURS_ALL)
 
 
 #: Tensors of the whole batch that a layer in slices has in backward beside its input, which is the

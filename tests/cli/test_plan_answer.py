@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from memascend.base.units import GIB
-from memascend.cli import plan_answer
+from memascend.cli import plan, plan_answer
 from memascend.cli.main import main
 from memascend.system.gpus import Gpu
 from tests.support.planned import as_json
@@ -52,7 +53,7 @@ def test_the_answer_comes_first_and_is_four_labelled_lines(
     assert labels == ["fits", "drive", "step", "wear"]
     text = " ".join(" ".join(lines).split())
     assert "fits yes: host memory 3.74 GiB of 32.00 GiB, drive space 106.80 GiB of 1024" in text
-    assert "28,672 tokens (7 x 4096), at most 149 tokens/s" in text
+    assert "36,864 tokens (9 x 4096), at most 192 tokens/s" in text
     assert "1000 steps write 115 TB, 10% of the 1,200 TB that a 2 TB drive" in text
 
 
@@ -72,12 +73,34 @@ def test_space_for_second_values_is_told_where_a_checkpoint_has_room_beside_them
         assert (found["fits"], found["second_bytes"] > 0) == (True, has_room)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), ("--verbose",), ("--context", "4096", "--batch", "4"), ("--fit", "--context", "4096")],
-)
-def test_80_columns_are_enough(capsys: pytest.CaptureFixture[str], options: tuple[str]) -> None:
-    lines = printed(capsys, "Llama-3.1-8B", "--device-memory", "24GiB", *options)
+#: Every mode of the command that prints for a reader.
+MODES = [
+    "Llama-3.1-8B",
+    "Llama-3.1-8B --verbose",
+    "DeepSeek-V3 --world 64 --nodes 8 --verbose",
+    "Llama-3.1-8B --context 4096 --batch 4",
+    "Llama-3.1-8B --context 131072 --verbose",
+    "Llama-3.1-8B --context 4096 --batch 32 --verbose",
+    "Llama-3.1-8B --context 4096 --batch 32 --micro-batches 4 --compute 9 99 --verbose",
+    "Llama-3.1-70B --context 1000000 --world 8 --fused-loss --tiled-mlp --verbose",
+    "Llama-3.1-8B --fit",
+    "Llama-3.1-8B --fit --context 4096 --batch 16 --host-memory 2GiB --verbose",
+    "--table",
+    "--table --fit --device-memory 24GiB --host-memory 2GiB",
+    "--help",
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_80_columns_are_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(plan, "is_terminal", lambda: True)
+    options = ["--device-memory", "24GiB"] if "Llama" in mode else []
+    with contextlib.suppress(SystemExit):  # --help
+        assert main(["plan", *mode.split(), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 4
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from pathlib import Path
@@ -12,12 +13,21 @@ import pytest
 
 from memascend.base.units import GIB
 from memascend.cli.main import main
+from memascend.cli.plan_accounts import AUTO_SIZES
 from memascend.cli.plan_context import TABLE_WAYS, whole_number
-from memascend.plan.context import WAYS
+from memascend.cli.plan_one_pass import ONE_PASS
+from memascend.plan.context import (
+    KEPT,
+    OURS_CHECKPOINTS,
+    OURS_ON_DEVICE,
+    STOCK_CHECKPOINTS,
+    STOCK_ON_HOST,
+    WAYS,
+)
 from tests.support.planned import as_json
 from tests.support.without_torch import printed_without_torch
 
-OURS, ON_HOST = "memascend, checkpointing", "stock, checkpoints on the host"
+OURS, ON_HOST = OURS_CHECKPOINTS.title, STOCK_ON_HOST.title
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -34,10 +44,32 @@ def written(tmp_path: Path, block: dict[str, Any], **changes: Any) -> str:
     return str(path)
 
 
-def test_every_way_to_train_stands_in_the_table(
+def titles(text: str) -> list[str]:
+    """Return the titles of the columns of every table, each written over several lines."""
+    found = []
+    for _, lines in itertools.groupby(text.splitlines(), key=lambda line: line.startswith("┃")):
+        rows = [line.strip("┃").split("┃") for line in lines if line.startswith("┃")]
+        found += [" ".join(" ".join(cells).split()) for cells in zip(*rows, strict=True)]
+    return found
+
+
+def test_every_way_to_train_has_a_column_that_says_where_activations_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["plan", "Llama-3.1-8B", "--context", "131072", "--batch", "2", "--verbose"])
+    assert titles(capsys.readouterr().out) == [
+        "", *(way.title for way in WAYS if not way.has_memascend),
+        "", *(way.title for way in WAYS if way.has_memascend),
+    ]  # fmt: skip
+    sliced = ("--batch", "8", "--context", "8192", "--device-memory", "16GiB")
+    main(["plan", "Llama-3.1-8B", *sliced])
+    shown = titles(capsys.readouterr().out)
+    assert shown[1:4] == [STOCK_CHECKPOINTS.title, OURS_ON_DEVICE.title, OURS_CHECKPOINTS.title]
+    assert shown[4] == f"{ONE_PASS}, checkpoints on the drive"
+
+
+def test_the_notes_say_how_the_table_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "Llama-3.1-8B", "--context", "131072", "--verbose")
     parts = (
         "a context of 131072 tokens, batch 1, bf16", "32.00 GiB", "reduce bucket", "estimate",
@@ -45,7 +77,6 @@ def test_every_way_to_train_stands_in_the_table(
         "written in 1000 steps", "eager attention", "--fused-loss counts with one",
         "no --config: Hugging Face's example",
         '"activations": {"enabled": true}', "with --device-memory the largest value is shown",
-        *(way.title for way in WAYS),
     )  # fmt: skip
     assert [part for part in parts if part not in text] == []
 
@@ -89,11 +120,32 @@ def test_what_is_free_on_the_device_is_offered_for_activations(
     assert found is not None
     nbytes = int(found.group(1))
     block = {"activations": {"enabled": True, "device_bytes": nbytes}}
-    config = written(tmp_path, block)
+    config = written(tmp_path, block, **dict.fromkeys(AUTO_SIZES, "auto"))
     ours = as_json(capsys, *arguments, "--config", config)["context"]["ways"][OURS]
-    assert ours["device"]["activations.device_bytes"] == nbytes
+    assert ours["device"][KEPT] == nbytes
     assert 48 * GIB - 4096 < ours["device_bytes"] <= 48 * GIB
     assert '"enabled": true' not in printed(capsys, *arguments, "--config", config)
+
+
+@pytest.mark.parametrize(
+    ("context", "note"),
+    [
+        ("8192", "not needed here: the device has room for the checkpoints"),
+        ("65536", "of device memory are enough"),
+        ("262144", "the device lacks"),
+    ],
+)
+def test_whether_activations_have_to_go_to_the_drive_is_told(
+    capsys: pytest.CaptureFixture[str], context: str, note: str
+) -> None:
+    room = ("--fused-loss", "--device-memory", "24GiB", "--context", context)
+    text = printed(capsys, "Llama-3.1-8B", *room)
+    assert '"activations": {"enabled": true} in the block' in text
+    assert note in text
+    ways = as_json(capsys, "Llama-3.1-8B", *room)["context"]["ways"]
+    device_bytes = [ways[way.title]["device_bytes"] for way in (OURS_CHECKPOINTS, OURS_ON_DEVICE)]
+    fits = [nbytes <= 24 * GIB for nbytes in device_bytes]
+    assert fits == [context != "262144", context == "8192"]
 
 
 def test_a_device_that_is_too_small_is_told_by_how_much(
@@ -111,7 +163,7 @@ def test_what_fits_is_found_for_every_way(capsys: pytest.CaptureFixture[str]) ->
     assert all("batch" not in row for row in found["fit"].values())
     assert found["fit"][ON_HOST]["limits"].keys() == {"host memory"}
     longest = found["fit"][OURS]["context"]
-    assert longest > found["fit"]["stock, checkpointing"]["context"] > 0
+    assert longest > found["fit"][STOCK_CHECKPOINTS.title]["context"] > 0
     batches = as_json(capsys, "Llama-3.1-8B", "--fit", "--context", "1000", *room)["fit"]
     assert batches[OURS]["batch"] == longest // 1000
     of_two = as_json(capsys, "Llama-3.1-8B", "--fit", "--batch", "2", *room)["fit"]

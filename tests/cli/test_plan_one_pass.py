@@ -12,6 +12,7 @@ import pytest
 from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.cli.plan_one_pass import ACCUMULATION, ONE_PASS
+from memascend.plan.context import OURS_CHECKPOINTS
 from tests.support.planned import as_json
 
 MODEL = ("Llama-3.1-8B", "--limit", "6GiB")
@@ -66,7 +67,7 @@ def test_the_fewest_slices_that_fit_are_chosen_and_told(
         "one pass writes 17.00 GiB of checkpoints in a step",
     ):  # fmt: skip
         assert part in text
-    assert re.search(r"device_bytes can be \d+ \(3\.87 GiB\) for memascend, one pass", text)
+    assert re.search(r"device_bytes can be \d+ \(4\.84 GiB\) for memascend, one pass", text)
     found = as_json(capsys, *arguments)
     assert (found["one_pass"]["slices"], found["one_pass"]["is_chosen"]) == (8, True)
     one_pass = found["one_pass"]["one_pass"]
@@ -183,7 +184,7 @@ def test_fit_finds_the_largest_slice_and_longer_contexts(
     arguments = (*BATCH, "--device-memory", "24GiB", "--fit")
     fits = as_json(capsys, *arguments)["fit"]
     assert fits[ONE_PASS]["slice"] == 2
-    assert fits[ONE_PASS]["context"] > 4 * fits["memascend, checkpointing"]["context"]
+    assert fits[ONE_PASS]["context"] > 4 * fits[OURS_CHECKPOINTS.title]["context"]
     assert fits[ONE_PASS]["batch"] > 16
     assert "one pass over 16 sequence(s): slices of up to 2 fit" in printed(capsys, *arguments)
     stated = as_json(capsys, *arguments, "--micro-batches", "2")["fit"]

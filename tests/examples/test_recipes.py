@@ -15,6 +15,7 @@ from memascend.cli.main import main
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
+from memascend.plan.context import OURS_ON_DEVICE
 from memascend.plan.request import PlanRequest
 from tests.integration.programs import REPOSITORY, alone, run
 
@@ -183,9 +184,9 @@ def test_a_recipe_fits_the_machine_that_it_names(
     found = json.loads(capsys.readouterr().out)
     ways = found["context"]["ways"]
 
-    # The JSON leaves activations on the device, where stock has its checkpoints.
-    assert ways["stock, checkpointing"]["device_bytes"] <= card * GIB
-    assert ways["memascend, checkpointing"]["host_bytes"] <= memory * GIB
+    # The JSON leaves activations on the device.
+    assert ways[OURS_ON_DEVICE.title]["device_bytes"] <= card * GIB
+    assert ways[OURS_ON_DEVICE.title]["host_bytes"] <= memory * GIB
     assert found["memascend"]["drive_bytes"] <= terabytes * 10**12
 
 
