@@ -285,8 +285,6 @@ const NUMBERS = {
   "read_gb_s": 3.0,
   "write_gb_s": 0.8,
   "host_reserve_bytes": 3221225472,
-  "bucket_numel": 500000000,
-  "prefetch_numel": 50000000,
   "live_numel": 1000000000,
   "norm_numel": 250000000,
   "norm_tensors": 5,
@@ -530,7 +528,9 @@ function deviceBytes(model, tensors, { world, batch, isElsewhere, isFused, devic
   const largest = most(tensors.map((one) => one.numel));
   const largestInLayers = most(tensors.filter((one) => Number.isInteger(one.layer)).map((one) => one.numel));
   const inUse = Math.max(Math.floor(N.reuse_numel / 2), largest, most([...layers.values()]));
-  const ahead = Math.min(N.prefetch_numel, Math.max(0, N.live_numel - inUse));
+  // Sizes that the Trainer fills in from the hidden size ("auto").
+  const [bucket, prefetch] = [model.hidden ** 2, Math.floor(0.9 * model.hidden ** 2)];
+  const ahead = Math.min(prefetch, Math.max(0, N.live_numel - inUse));
   const gathered = Math.min(numel, inUse + ahead) * N.param_itemsize;
 
   const layer = layerBytes(model);
@@ -540,8 +540,8 @@ function deviceBytes(model, tensors, { world, batch, isElsewhere, isFused, devic
   const saved = isStored ? Math.min(N.in_flight_count * each, inLayers) : inLayers;
 
   const gradient = (count) => {
-    const fits = count <= N.bucket_numel;
-    const reduced = fits ? Math.min(N.bucket_numel, numel) : count;
+    const fits = count <= bucket;
+    const reduced = fits ? Math.min(bucket, numel) : count;
     const nbytes = (count + (fits ? reduced : 0)) * N.param_itemsize;
     const piece = Math.min(Math.ceil(count / world), N.norm_numel);
     const ofStock = Math.ceil(reduced / world) * (N.param_itemsize + N.fp32_bytes) + 8 * piece;
@@ -565,7 +565,7 @@ function deviceBytes(model, tensors, { world, batch, isElsewhere, isFused, devic
     const room = most(repeated) || most([...counts.keys()]);
     ours = waiting + Math.min(pageUp(room * N.gradient_itemsize), N.gradient_room_bytes_max);
   }
-  return gathered + ours + N.bucket_numel * N.param_itemsize + saved + N.device_reserve_bytes + moment;
+  return gathered + ours + bucket * N.param_itemsize + saved + N.device_reserve_bytes + moment;
 }
 
 /** Return the account of one rank with stock DeepSpeed; the names of terms are those of memascend/plan/stock.py. */

@@ -178,8 +178,6 @@ def device_numbers() -> dict[str, int]:
     """Return the numbers that the calculator's device memory goes by."""
     settings = context.DeviceSettings()
     return {
-        "bucket_numel": settings.bucket_numel,
-        "prefetch_numel": settings.prefetch_numel,
         "live_numel": settings.live_numel,
         "norm_numel": context.NORM_NUMEL,
         "norm_tensors": layers.NORM_TENSORS,

@@ -161,6 +161,8 @@ def first_of(recipe: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 #: Keys with which a framework computes the loss in chunks.
 LIGER_KEYS = ("liger_fused_linear_cross_entropy", "enable_liger_kernel", "use_liger_kernel")
+#: Those that always do (TRL from 1.16 on).
+FUSES_BY_ITSELF = ("trl",)
 
 
 @pytest.mark.parametrize("name", sorted(set(KEYS) - {"accelerate"}))
@@ -179,7 +181,8 @@ def test_a_recipe_fits_the_machine_that_it_names(
     options += ["--context", str(first_of(recipe, LENGTH_KEYS))]
     options += ["--batch", str(first_of(recipe, BATCH_KEYS))]
     options += ["--device-memory", f"{card}GiB", "--host-memory", f"{memory}GiB"]
-    options += ["--fused-loss"] if any(recipe.get(key) for key in LIGER_KEYS) else []
+    is_fused = name in FUSES_BY_ITSELF or any(recipe.get(key) for key in LIGER_KEYS)
+    options += ["--fused-loss"] if is_fused else []
     assert main(["plan", str(model), *options]) == 0
     found = json.loads(capsys.readouterr().out)
     ways = found["context"]["ways"]
@@ -188,6 +191,27 @@ def test_a_recipe_fits_the_machine_that_it_names(
     assert ways[OURS_ON_DEVICE.title]["device_bytes"] <= card * GIB
     assert ways[OURS_ON_DEVICE.title]["host_bytes"] <= memory * GIB
     assert found["memascend"]["drive_bytes"] <= terabytes * 10**12
+
+
+def test_the_batch_of_the_readme_is_that_of_the_recipes_and_one_below_the_plans(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [model, length, batch] = re.findall(
+        r"--deepspeed ds\.json --model (\S+) .*?--max_length (\d+)"
+        r" --per_device_train_batch_size (\d+)",
+        readme.replace("\\\n    ", ""),
+    )[0]
+    assert {first_of(load(name), BATCH_KEYS) for name in ("axolotl", "trl")} == {int(batch)}
+    options = ["--config", str(FOLDER / "trainer.json"), "--limit", "16GiB", "--fused-loss"]
+    options += ["--device-memory", "24GiB", "--host-memory", "32GiB", "--json"]
+    assert main(["plan", model, *options]) == 0
+    answer = json.loads(capsys.readouterr().out)["answer"]
+    largest = answer["tokens"] // int(length)
+    assert largest == int(batch) + 1
+    assert f"the largest batch: {largest} here, and {batch} leave room" in readme
+    [row] = re.findall(r"^\| Qwen3-8B \|.*", readme, re.MULTILINE)
+    assert f" {answer['tokens']:,} " in row
 
 
 @pytest.mark.deepspeed

@@ -11,7 +11,9 @@ import pytest
 
 from memascend.base.units import GIB, MIB
 from memascend.cli.main import main
+from memascend.cli.plan_accounts import DEFAULT_CONFIG
 from memascend.config.block import ActivationConfig
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
@@ -20,6 +22,7 @@ from memascend.plan.context import (
     STOCK_ON_HOST,
     DeviceSettings,
     Training,
+    widths_of,
     with_activations,
 )
 from memascend.plan.derive import LimitTooSmallError, PlanRequest, derive
@@ -202,6 +205,7 @@ def test_device_memory_is_that_of_the_plan(browser: Browser, page: Path) -> None
         (False, False): STOCK_CHECKPOINTS,
         (False, True): STOCK_ON_HOST,
     }
+    settings = parse_deepspeed(DEFAULT_CONFIG)
     asked, expected = [], []
     for seed in range(60):
         rng, shapes = random.Random(seed), a_model(seed)
@@ -219,7 +223,7 @@ def test_device_memory_is_that_of_the_plan(browser: Browser, page: Path) -> None
             shapes=shapes,
             stock=stock(shapes, request=request),
             ours=derive(shapes, request=request, limit_bytes=None),
-            device=DeviceSettings(),
+            device=DeviceSettings.from_deepspeed(settings, hidden=widths_of(shapes).hidden),
             activations=ActivationConfig(enabled=True),
             has_fused_loss=bool(run["isFused"]),
         )
