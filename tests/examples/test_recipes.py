@@ -202,7 +202,9 @@ def test_the_batch_of_the_readme_is_that_of_the_recipes_and_one_below_the_plans(
         r" --per_device_train_batch_size (\d+)",
         readme.replace("\\\n    ", ""),
     )[0]
-    assert {first_of(load(name), BATCH_KEYS) for name in ("axolotl", "trl")} == {int(batch)}
+    assert {first_of(load(name), BATCH_KEYS) for name in ("axolotl", "ms_swift", "trl")} == {
+        int(batch)
+    }
     options = ["--config", str(FOLDER / "trainer.json"), "--limit", "16GiB", "--fused-loss"]
     options += ["--device-memory", "24GiB", "--host-memory", "32GiB", "--json"]
     assert main(["plan", model, *options]) == 0
