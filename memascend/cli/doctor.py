@@ -276,7 +276,7 @@ def _heap() -> Check:
     settings = malloc_settings()
     heap = examine_heap(settings)
     if not heap.why_left:
-        return Check("heap", "ok", f"{heap.allocator}: a run has it give freed memory back")
+        return Check("heap", "ok", f"{heap.allocator}: freed memory goes back to the system")
     fix = "run with glibc's malloc (LD_PRELOAD), or see to it that this one gives memory back"
     if settings and heap.is_glibc:
         fix = f"unset {' and '.join(settings)}, unless it gives back more than memascend's own"
