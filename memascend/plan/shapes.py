@@ -199,9 +199,9 @@ def builtin(name: str) -> ModelShapes:
     """
     known = {model.lower(): model for model in builtin_names()}
     wanted = name.lower().rpartition("/")[2]
-    found = known.get(wanted) or {_family(one): model for one, model in known.items()}.get(
-        _family(wanted)
-    )
+    by_form = {_family(one): model for one, model in known.items()} | known
+    forms = (wanted, _family(wanted), _VARIANT.sub("", wanted), _VERSION.sub("", wanted))
+    found = next((by_form[form] for form in forms if form in by_form), None)
     if found is None:
         near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
@@ -212,6 +212,10 @@ def builtin(name: str) -> ModelShapes:
     file = resources.files("memascend.plan") / "models" / f"{found}.json"
     text = file.read_text("utf-8")
     return from_config(json.loads(text), name=found)
+
+
+#: How a model was trained, in its name: "-Instruct" in "Mistral-7B-Instruct-v0.3"; its version.
+_VARIANT, _VERSION = re.compile(r"-(instruct|base|it|pt)(?=-v|$)"), re.compile(r"-v[\d.]+$")
 
 
 def _family(name: str) -> str:

@@ -134,6 +134,8 @@ def test_built_in_models_have_their_published_sizes() -> None:
         ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
         ("qwen/qwen3-8b-base", "Qwen3-8B"),
         ("mistralai/Mistral-7B-v0.3", "Mistral-7B-v0.3"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("mistralai/Mixtral-8x7B-v0.1", "Mixtral-8x7B"),
         ("allenai/OLMo-2-1124-7B-Instruct", "OLMo-2-1124-7B"),
         ("google/gemma-3-12b-it", "gemma-3-12b-pt"),
     ],
@@ -147,6 +149,12 @@ def test_every_built_in_model_names_its_source() -> None:
     for name in builtin_names():
         content = json.loads((ROOT / "memascend" / "plan" / "models" / f"{name}.json").read_text())
         assert content["source"].startswith("https://huggingface.co/")
+
+
+@pytest.mark.parametrize("name", ["Mistral-7B-v0.1", "Mistral-7B-Instruct-v0.2"])
+def test_a_version_with_another_vocabulary_is_not_taken_for_a_built_in_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'Mistral-7B-v0\.3'"):
+        builtin(name)
 
 
 def test_a_misspelt_model_gets_the_nearest_name() -> None:
