@@ -46,6 +46,11 @@ class Batch:
     count: int
     documents: Documents | None = None
 
+    @property
+    def slice_count_max(self) -> int:
+        """The most slices that a call is cut into."""
+        return self.count if self.documents is None else len(self.documents.ranges)
+
     def cut(self, leaves: Leaves, layer: nn.Module | None = None) -> Cut:
         """Cut the arguments of a call.
 

@@ -37,9 +37,24 @@ _NO_LAYERS = (
 class SlicedModel:
     """One model whose layers run in slices."""
 
-    def __init__(self, module: nn.Module, slicer: Slicer, *, slices_head: bool) -> None:
-        """Look at a model; nothing of it changes outside of `running`."""
+    def __init__(
+        self,
+        module: nn.Module,
+        slicer: Slicer,
+        *,
+        slices_head: bool,
+        note_count: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Look at a model; nothing of it changes outside of `running`.
+
+        Args:
+            module: The model.
+            slicer: Runs its calls in slices.
+            slices_head: Whether the head is one of them.
+            note_count: Is called in each pass that is cut, with the most slices of a call.
+        """
         self._module, self._slicer, self._slices_head = module, slicer, slices_head
+        self._note_count = note_count
 
     @contextmanager
     def running(
@@ -68,6 +83,7 @@ class SlicedModel:
             return
         documents = self._documents(keywords, count_of) if sequences == 1 else None
         batch = Batch(sequences, count_of(sequences), documents)
+        self._note_count(batch.slice_count_max)
         undo: list[Callable[[], object]] = []
         try:
             self._replace(undo)

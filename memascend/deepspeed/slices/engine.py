@@ -42,11 +42,20 @@ class EngineSlices:
         self._auto = AutoSlices(device_memory(), least_of_ranks) if section.is_auto else None
         if self._auto is not None:
             weights_of, self._count_of = self._auto.watched(weights_of), self._auto.slices_of
-        self._model = SlicedModel(self._module, Slicer(weights_of), slices_head=section.head)
+        self._model = SlicedModel(
+            self._module,
+            Slicer(weights_of),
+            slices_head=section.head,
+            note_count=self._agree if by_slice else lambda _: None,
+        )
 
     def is_of(self, optimizer: Any) -> bool:
         """Return whether these are the slices of an optimizer."""
         return self._optimizer() is optimizer
+
+    def _agree(self, count: int) -> None:
+        """Take the most slices of a rank: each slice is reduced, by all ranks together."""
+        self._gradients.slice_count = -least_of_ranks(-count)
 
     def running(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]

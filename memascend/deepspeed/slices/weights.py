@@ -68,6 +68,8 @@ class PassGradients:
         self._seen: set[int] = set()
         self._waiting: weakref.WeakSet[CallWeights] = weakref.WeakSet()
         self._late: dict[int, Any] = {}
+        #: Slices of the rank with the most in this pass, if each is reduced.
+        self.slice_count = 1
 
     def begin(self) -> None:
         """Begin a forward pass, in which no call was made yet.
@@ -144,7 +146,8 @@ class SliceSums:
     """Adds up this rank's parts of gradients, slice by slice, behind their reduction.
 
     So several ranks get the bits of as many micro-steps, whose gradients are rounded as often. The
-    sums are those of one layer, on the device.
+    sums are those of one layer, on the device. A rank with fewer slices than another one reduces
+    zeros for those that it lacks, in the same buckets.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -152,11 +155,23 @@ class SliceSums:
         self._reduction = reduction
         self._open: frozenset[int] = frozenset()  # ids of parameters with slices to come
         self._sums: dict[int, torch.Tensor] = {}
+        self._buckets: list[list[Any]] = []  # parameters that were reduced together in this slice
+        self._buckets_before: list[list[Any]] = []  # and in the slice before
 
     def begin_slice(self, params: Sequence[Any], *, is_last: bool) -> None:
         """Begin a slice of a call with these parameters, behind the reduction of the one before."""
         self._reduction.reduce_buckets()
+        self._buckets_before, self._buckets = self._buckets, []
         self._open = frozenset() if is_last else frozenset(map(id, params))
+
+    def add_zeros(self) -> None:
+        """Reduce zeros in the slice that begins, as the gradients of the slice before."""
+        for number, bucket in enumerate(self._buckets_before):
+            if number > 0:
+                self._reduction.reduce_buckets()
+            for param in bucket:
+                param.grad = torch.zeros_like(param)
+                self._reduction.reduce(param)
 
     def end(self, params: Sequence[Any]) -> None:
         """End a call; parameters that the last slice did not use get zeros from it."""
@@ -168,12 +183,14 @@ class SliceSums:
         """Drop all sums, those of a pass that an error has ended."""
         self._open = frozenset()
         self._sums.clear()
+        self._buckets, self._buckets_before = [], []
 
     def take(
         self, params: Sequence[Any], parts: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Return the parameters whose sums are complete, with their sums; keep the others."""
         complete = []
+        self._buckets.append(list(params))
         for param, part in zip(params, parts, strict=True):
             before = self._sums.pop(id(param), None)
             if before is not None:
@@ -201,6 +218,7 @@ class CallWeights:
         self._params = [param for param in params if hasattr(param, "ds_id")]
         self._trained = [param for param in params if gradients.trains(param)]
         self._gradients, self._reduction, self._held = gradients, reduction, held
+        self._slice_count = gradients.slice_count
 
     @contextmanager
     def in_forward(self) -> Iterator[Callable[[int], None]]:
@@ -221,10 +239,11 @@ class CallWeights:
         self._gradients.note_backward(self)
         own = [param for param in self._trained if not self._gradients.is_late(param)]
         sums = self._gradients.sums
+        total = count if sums is None else max(count, self._slice_count)
         with self._held.holding(self._params) as begin_slice:
 
             def begin(number: int) -> None:
-                is_last = number == count - 1
+                is_last = number == total - 1
                 if sums is not None:
                     sums.begin_slice(own, is_last=is_last)
                 begin_slice(number)
@@ -237,6 +256,9 @@ class CallWeights:
                 for param in own:
                     param.ds_grad_is_ready = True
             if sums is not None:
+                for number in range(count, total):
+                    begin(number)
+                    sums.add_zeros()
                 sums.end(own)
             # The last slice did not use them, as experts of which it has no tokens.
             for param in own:

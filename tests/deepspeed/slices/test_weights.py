@@ -163,6 +163,43 @@ def test_sums_of_slices_are_complete_with_the_last(reduction: Reduction) -> None
     assert not hasattr(bias, "is_widened")
 
 
+def test_a_rank_with_fewer_slices_reduces_zeros_in_the_same_buckets(reduction: Reduction) -> None:
+    from memascend.deepspeed.slices.held import HeldParameters
+    from memascend.deepspeed.slices.weights import PassGradients
+
+    weight: Any = torch.nn.Parameter(torch.ones(3))
+    bias: Any = reduction.module.other.bias
+    weight.ds_id = 9
+    reduction.all_params.append(weight)
+    found = PassGradients(reduction, HeldParameters(), by_slice=True)
+    found.begin()
+    found.slice_count = 3  # another rank has so many
+    reduced: list[list[float]] = []
+    completed: list[Any] = []
+
+    def reduce_buckets() -> None:
+        if reduction.in_bucket:
+            assert found.sums is not None
+            reduced.append([one.grad[0].item() for one in reduction.in_bucket])
+            parts = [one.grad.clone() for one in reduction.in_bucket]
+            completed.extend(found.sums.take(reduction.in_bucket, parts)[0])
+            for one in reduction.in_bucket:
+                one.grad = None
+            reduction.in_bucket = []
+
+    reduction.reduce = lambda param: reduction.in_bucket.append(param)  # type: ignore[method-assign]
+    reduction.reduce_buckets = reduce_buckets  # type: ignore[method-assign]
+    with found.weights_of([bias, weight]).in_backward(1) as begin_slice:
+        begin_slice(0)
+        for one in (weight, bias):  # each has a bucket of its own
+            reduce_buckets()
+            one.grad = torch.ones_like(one)
+            reduction.reduce(one)
+    reduce_buckets()
+    assert reduced == [[1.0], [1.0], [0.0], [0.0], [0.0], [0.0]]
+    assert [one.ds_id for one in completed] == [weight.ds_id, bias.ds_id], "after three slices"
+
+
 def test_a_sum_whose_last_slice_brings_nothing_gets_zeros(reduction: Reduction) -> None:
     from memascend.deepspeed.slices.held import HeldParameters
     from memascend.deepspeed.slices.weights import PassGradients
