@@ -7,8 +7,11 @@ difference of a gradient from that of torch alone, relative to its norm, in a st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +23,8 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memascend.deepspeed.attach import lone_failure
+from memascend.errors import LoneRankError
 from tests.integration.programs import BLOCK, training_config
 from tests.support.process_group import leave, say
 
@@ -42,11 +47,12 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.expert = nn.Linear(WIDTH, WIDTH)
         self.fails_in = -1  # so many calls from now
+        self.error: type[Exception] = UserError
 
     def forward(self, states: torch.Tensor, uses_expert: torch.Tensor) -> torch.Tensor:
         self.fails_in -= 1
         if self.fails_in == 0:
-            raise UserError
+            raise self.error
         states = states + torch.tanh(self.linear(self.norm(states)))
         if uses_expert.any():
             states = states + uses_expert[:, :1, None] * self.expert(states)
@@ -244,6 +250,24 @@ def count_calls(owner: Any, name: str) -> list[None]:
     return calls
 
 
+def run_out_of_memory_alone(engine: Any) -> None:
+    """Rank 1 does, in a slice, and tries again; rank 0 waits for it. Does not return."""
+    lone_failure.PATIENCE_S, lone_failure.POLL_S = 2.0, 0.2
+    engine.memascend.failures._end = lambda message: (say(f"ENDED {message}"), os._exit(0))
+    if comm.get_rank() == 1:
+        layer = layers_of(engine)[1]
+        layer.fails_in, layer.error = 4 + 3, torch.OutOfMemoryError
+        with contextlib.suppress(torch.OutOfMemoryError):
+            engine.backward(loss_of(engine, 1))
+        try:
+            loss_of(engine, 1)
+        except LoneRankError as error:
+            say(f"REFUSED {error}")
+            time.sleep(3 * lone_failure.PATIENCE_S)  # its end would end rank 0
+            os._exit(0)
+    engine.backward(loss_of(engine, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("drive")
@@ -275,6 +299,8 @@ def main() -> None:
     }
     if comm.get_rank() == 0:
         say("RESULT " + json.dumps(found))
+    if comm.get_world_size() > 1:
+        run_out_of_memory_alone(engine)
     engine.destroy()
     leave()
 

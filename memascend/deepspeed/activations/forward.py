@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import attachment_of_optimizer
+from memascend.deepspeed.attach.lone_failure import noting
 from memascend.deepspeed.monitor.engine import watching_forward
 from memascend.deepspeed.older_releases import begin_forward
 from memascend.deepspeed.slices.engine import repeating, slicing
@@ -22,7 +23,7 @@ current: ContextVar[SavedTensors | None] = ContextVar("memascend_saved_tensors",
 
 
 def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `DeepSpeedEngine.forward`: slices, saved activations, and times."""
+    """Wrap `DeepSpeedEngine.forward`: slices, saved activations, times, and lone failures."""
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -36,7 +37,9 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             ):
                 return original(self, *inputs, **keywords)
 
-        return repeating(self, run)
+        attachment = attachment_of_optimizer(self.optimizer)
+        with noting(None if attachment is None else attachment.failures, begins=True):
+            return repeating(self, run)
 
     return forward
 

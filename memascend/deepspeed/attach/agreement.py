@@ -22,7 +22,7 @@ from memascend.errors import ConfigError, MemAscendError
 from memascend.version import __version__
 
 #: Sections of the block that decide how tensors are cut, and when ranks communicate.
-_COMPARED = ("buffer_pool", "streaming", "checkpoint", "verify")
+_COMPARED = ("buffer_pool", "streaming", "checkpoint", "verify", "micro_batches")
 
 
 def check_agreement(config: MemAscendConfig) -> None:

@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.config.environment import local_rank, local_world_size
 from memascend.deepspeed.attach import process
+from memascend.deepspeed.attach.lone_failure import lone_failures
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
@@ -47,6 +48,8 @@ class Attachment:
         self.runtime = runtime
         #: Set by memascend/deepspeed/slices/engine.py; None until a forward pass in slices.
         self.slices: Any = None
+        #: Passes that failed on one rank alone; None with one rank.
+        self.failures = lone_failures()
         self.status = None if place is None else _status_file(weakref.ref(self), place)
         self._heap = heap
         self._drives = drives
@@ -117,6 +120,7 @@ class Attachment:
     def leave(self) -> None:
         """Note that an engine of this model was destroyed; another may still train the model."""
         process.leave(self)
+        self._close_failures()
         if self.status is not None:
             self.status.finish()
 
@@ -127,6 +131,7 @@ class Attachment:
         """
         self._tell_what_failed_last()
         process.leave(self)
+        self._close_failures()
         if self.status is not None and is_well:
             self.status.finish()
         if self._is_finished or not self._speaks:
@@ -149,6 +154,10 @@ class Attachment:
                     str(self._report),
                     error.strerror or error,
                 )
+
+    def _close_failures(self) -> None:
+        if self.failures is not None:
+            self.failures.close()
 
     def _claim_report(self) -> Path | None:
         """Return the file of this model's report; None if this rank writes none."""

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from memascend.config.installed import INNER_PASSES, require
+from memascend.deepspeed.attach.attachment import attachment_of_optimizer
+from memascend.deepspeed.attach.lone_failure import noting
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import ConfigError, IncompleteGradientError
 
@@ -310,7 +312,11 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(hooks, PassHooks):
             return original(self, *arguments, **keywords)
         hooks.drop_left()
-        with hooks.passes.calling():
+        attachment = attachment_of_optimizer(self.optimizer)
+        with (
+            hooks.passes.calling(),
+            noting(None if attachment is None else attachment.failures),
+        ):
             return original(self, *arguments, **keywords)
 
     return backward

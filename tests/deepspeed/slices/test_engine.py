@@ -45,5 +45,8 @@ def test_gradients_of_disturbed_passes_are_those_of_torch(
     assert differences.pop("reductions") == 1, "at the end of a pass, not of each layer"
     assert len(differences) >= 10
     assert {name: worst for name, worst in differences.items() if max(worst) > 1e-4} == {}
+    if world > 1:
+        assert "\nENDED memascend: rank 1 of 2 ran out of device memory alone" in done.stdout
+        assert "\nREFUSED rank 1 ran out of device memory" in done.stdout
     whole = re.findall(r"memascend: (\w+) computes the whole batch at once", done.stdout)
     assert set(whole) <= {"Block", "Embedding"}
