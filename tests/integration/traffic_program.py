@@ -18,6 +18,7 @@ from deepspeed.runtime.zero import partition_parameters
 from torch.utils.checkpoint import checkpoint
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+from benchmarks.kernel_counts import storage_bytes
 from memascend.nvme.store import TensorStore
 from tests.support.process_group import leave
 
@@ -181,10 +182,10 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         engine = deepspeed.initialize(model=model, config=settings)[0]
         train(engine, WARMUPS, options)
         store, plan = engine.memascend.runtime.store, engine.memascend.runtime.plan
-        before = store.stats()
+        before, kernel_before = store.stats(), storage_bytes()
         gathers.take(STEPS), reads.take()
         train(engine, STEPS, options)
-        after = store.stats()
+        after, kernel_after = store.stats(), storage_bytes()
         found = {
             name: {
                 "planned": dict(planned),
@@ -195,6 +196,8 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 ("written", "bytes_written", plan.written_bytes),
             )
         }
+        for name, number in (("read", 0), ("written", 1)):
+            found[name]["kernel"] = (kernel_after[number] - kernel_before[number]) // STEPS
         of_parameters = reads.take()
         found["read"]["parameters"] = sum(of_parameters.values()) // STEPS
         passes_bytes = STEPS * options.accumulation * 2 * SHARD_BYTES

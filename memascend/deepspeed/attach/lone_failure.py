@@ -177,7 +177,7 @@ def lone_failures() -> LoneFailures | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     find = getattr(distributed_c10d, "_get_default_store", None)
-    store: Any = None if find is None else find()
+    store: Any = find() if find is not None and torch.distributed.is_initialized() else None
     if store is None:
         return None
     return LoneFailures(store, dist.get_rank(), dist.get_world_size(), _end)

@@ -25,7 +25,7 @@ class Attachment:
         section = SimpleNamespace(enabled=enabled, min_bytes=1024)
         config = SimpleNamespace(activations=section, micro_batches=None)
         self.runtime = SimpleNamespace(config=config, activations=activation_stream())
-        self.status = self.slices = None
+        self.status = self.slices = self.failures = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
