@@ -104,7 +104,8 @@ class SlicedHead:
         if loss_of.labels_of is LabelsOf.SEQUENCES:
             if batch.documents is not None:
                 raise CannotCut("a label belongs to a row of several documents")
-            if config.get_text_config().pad_token_id is None:  # slices of one row need none
+            text: Any = config.get_text_config()
+            if getattr(text, "pad_token_id", None) is None:  # slices of one row need none
                 raise CannotCut("it has no padding token (pad_token_id)")
         return loss_of
 

@@ -58,13 +58,16 @@ class SlicedLoss:
             shift_labels: Those of the next tokens, if the model is given them.
 
         Raises:
-            CannotCut: A sequence has another number of labels than the model has outputs for it.
+            CannotCut: A sequence has another number of labels than the model has outputs for it, or
+                labels are not those of tokens (the loss function is a default of transformers).
         """
         self._function, self._labels = function, labels
         #: The parts of the batch that have a label each.
         self.labels_of = LOSSES[function.__name__]
         #: Whether the label of a slice's last token may belong to the next slice.
         self.shifts = self.labels_of is LabelsOf.NEXT_TOKENS and shift_labels is None
+        if self.labels_of is not LabelsOf.SEQUENCES and labels.dim() != 2:
+            raise CannotCut(f"it is given labels of shape {tuple(labels.shape)}, and not of tokens")
         counted = labels
         if self.shifts:
             counted = labels[:, 1:]

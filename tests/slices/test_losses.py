@@ -220,3 +220,52 @@ def test_a_hook_on_a_classifier_sees_the_whole_batch(caplog: pytest.LogCaptureFi
         run(model, inputs, 3)
     assert "has a hook, " in caplog.text
     assert [(len(one), one.requires_grad) for one in seen] == [(ROWS, True)]
+
+
+IDS, CLASSES = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 30 + 2, torch.arange(ROWS) % 3
+PLACES = {
+    "start_positions": torch.arange(ROWS),
+    "end_positions": 4 * torch.arange(ROWS),
+}  # the last is ignored
+OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "LlamaForQuestionAnswering": (PLACES, "is not given labels"),
+    "BertForQuestionAnswering": (PLACES, "is not given labels"),
+    "BertForSequenceClassification": ({"labels": CLASSES}, "pooler_output"),
+    "RobertaForTokenClassification": ({"labels": IDS % 3}, "more than that of its loss function"),
+    "GPT2ForSequenceClassification": ({"labels": CLASSES}, "more than that of its loss function"),
+    "BertForNextSentencePrediction": ({"labels": CLASSES % 2}, "labels of shape (6,)"),
+    "ViTForImageClassification": ({"labels": CLASSES}, "no padding token"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OWN)
+def test_a_loss_of_a_models_own_keeps_its_head_whole_and_is_said_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Questions have two labels, and other classes compute their loss themselves."""
+    labels, reason = OWN[name]
+    made: Any = getattr(transformers, name)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape["num_labels"] = 2 if labels is PLACES else 3
+    if name.startswith("ViT"):
+        shape |= {"image_size": 16, "patch_size": 8}
+        inputs = {"pixel_values": torch.rand(ROWS, 3, 16, 16).double()}
+    else:
+        shape |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "use_cache": False}
+        inputs = {"input_ids": IDS}
+    torch.manual_seed(0)
+    model = made(made.config_class(intermediate_size=64, **shape)).train().double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    loss, expected = run(model, inputs | labels, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs | labels, 3)
+    assert found_loss == pytest.approx(loss, rel=1e-12)
+    assert_close(found, expected, rel=1e-9)
+    (line,) = [line for line in caplog.messages if f"the head of {name} computes" in line]
+    assert reason in line
