@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.expert = nn.Linear(WIDTH, WIDTH)
         self.fails_in = -1  # so many calls from now
-        self.error: type[Exception] = UserError
+        self.error: type[BaseException] = UserError
 
     def forward(self, states: torch.Tensor, uses_expert: torch.Tensor) -> torch.Tensor:
         self.fails_in -= 1
@@ -161,14 +161,17 @@ def evaluation_between(model: Any, backward: Backward, number: int) -> None:
     model.train()
 
 
-def _try(model: Any, backward: Backward, number: int, calls: int) -> UserError:
-    layers_of(model)[1].fails_in = calls
+def _try(
+    model: Any, backward: Backward, number: int, calls: int, kind: type[BaseException] = UserError
+) -> BaseException:
+    layer = layers_of(model)[1]
+    layer.fails_in, layer.error = calls, kind
     try:
         backward(loss_of(model, number + 1))
-    except UserError as error:
+    except kind as error:
         return error
     finally:
-        layers_of(model)[1].fails_in = -1
+        layer.fails_in = -1
     raise AssertionError("it was not tried")
 
 
@@ -183,6 +186,14 @@ def error_in_a_slice_of_forward(model: Any, backward: Backward, number: int) -> 
 def error_in_a_slice_of_backward(model: Any, backward: Backward, number: int) -> None:
     if not isinstance(model, Model):
         _try(model, backward, number, 4 + 3)
+    backward(loss_of(model, number))
+
+
+@case
+def ctrl_c_in_a_slice(model: Any, backward: Backward, number: int) -> None:
+    """In forward, then in backward."""
+    for calls in () if isinstance(model, Model) else (3, 4 + 3):
+        _try(model, backward, number, calls, KeyboardInterrupt)
     backward(loss_of(model, number))
 
 

@@ -93,10 +93,10 @@ class LoneFailures:
         if self._failed == self._pass_number:
             return
         self._failed, self._is_left = self._pass_number, True
-        text = str(error)
+        text, seconds = str(error), PATIENCE_S + 2 * POLL_S
         error.args = (
             f"{text}\nmemascend: this is rank {self._rank} of {self._world}. Ranks that do not run "
-            f"out of memory in the same pass end within {PATIENCE_S + 2 * POLL_S:.0f} s. fix: let this "
+            f"out of memory in the same pass end within {seconds:.0f} s. fix: let this "
             "error end the run, and start it again with smaller slices "
             "(memascend.micro_batches.sequences) or a smaller batch",
         )
