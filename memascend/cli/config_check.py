@@ -10,13 +10,14 @@ from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
 from memascend.plan.muon import advise_muon
-from memascend.plan.request import check_limit_can_be_kept
+from memascend.plan.release import check_settings, refusal_of_tiles, why_tiles_differ
 
 
 def check_file(path: Path) -> tuple[str, str, str]:
     """Return (state, finding, remedy) of a file: state as a doctor's Check has it.
 
-    "problem" if a run would refuse it; "note" if gradient_clipping would divide Muon's updates.
+    "problem" if a run would refuse it; "note" if it would refuse it for most models, or if
+    gradient_clipping would divide Muon's updates.
     """
     try:
         ds_config = read_json_object(path)
@@ -25,9 +26,11 @@ def check_file(path: Path) -> tuple[str, str, str]:
             return "note", f"{path}: no block turns memascend on, DeepSpeed runs as it is", ""
         settings = parse_deepspeed(ds_config)
         check_config(settings)
-        check_limit_can_be_kept(block, settings)
+        check_settings(block, settings)
     except ConfigError as error:
         return "problem", str(error), f"change {path}"
+    if reason := why_tiles_differ(block, settings):
+        return "note", str(refusal_of_tiles(reason)), ""
     if advice := advise_muon(None, settings):
         found, _, remedy = advice.partition(". ")
         return "note", found, remedy

@@ -14,9 +14,7 @@ from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.limit import parse_limit
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
-from memascend.plan.optimizer_dtypes import check_fewer, check_masters
-from memascend.plan.release import check_release
-from memascend.plan.request import check_limit_can_be_kept
+from memascend.plan.release import check_settings, check_tiles
 from memascend.plan.shapes import ModelShapes
 from memascend.plan.stock import StockPlan, four_pieces, stock
 from memascend.system.memory import memory_total
@@ -86,15 +84,14 @@ def accounts_of(
     request = PlanRequest.from_deepspeed(
         settings, block=block, world=args.world, local_world=ranks_of_node(args)
     )
-    check_limit_can_be_kept(block, settings)
-    check_fewer(block, settings)
-    check_masters(block, settings)
-    check_release(block, settings)
+    check_settings(block, settings)
     limit_bytes = limit_of(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:
         # The tutorials set max_in_cpu for stock; a limit overrides it.
         ours = dataclasses.replace(request, max_in_cpu=0)
+    memascend = derive(shapes, request=ours, limit_bytes=limit_bytes)
+    check_tiles(shapes, memascend, block, settings)
     return Accounts(
         settings,
         block,
@@ -102,7 +99,7 @@ def accounts_of(
         stock(shapes, request=request, settings=settings),
         _tuned(shapes, request, settings),
         four_pieces(shapes, request=request, settings=settings),
-        derive(shapes, request=ours, limit_bytes=limit_bytes),
+        memascend,
     )
 
 

@@ -60,7 +60,14 @@ INNER_PASSES = Ability(
     "def clear_backward_seen_flag(",
     "0.18.5",
 )
-ABILITIES = (INNER_PASSES, MUON, CHECKPOINT_INPUTS, WHOLE_STEPS, MUON_BY_MATRIX)
+#: Without it every call of the operator but the first of a step computes them anew.
+KEPT_POWERS = Ability(
+    "keeping the powers of Adam's betas from one tile to the next",
+    "ops/csrc/includes/cpu_adam.h",
+    "if (step == _step + 1)",
+    "0.19.0",
+)
+ABILITIES = (INNER_PASSES, MUON, KEPT_POWERS, CHECKPOINT_INPUTS, WHOLE_STEPS, MUON_BY_MATRIX)
 
 
 def is_able(ability: Ability) -> bool:
@@ -93,11 +100,16 @@ def require(ability: Ability, what: str, remedy: str = "change that") -> None:
         ConfigError: The installed release lacks it.
     """
     if not is_able(ability):
-        raise ConfigError(
-            f"{what} needs DeepSpeed {ability.since} or later, and DeepSpeed "
-            f"{installed_version()} is installed, which lacks {ability.what}. Run: pip install "
-            f"'deepspeed>={ability.since},<0.20', or {remedy}"
-        )
+        raise refusal(ability, what, remedy)
+
+
+def refusal(ability: Ability, what: str, remedy: str = "change that") -> ConfigError:
+    """Return the error for a setting that needs an ability; arguments as of `require`."""
+    return ConfigError(
+        f"{what} needs DeepSpeed {ability.since} or later, and DeepSpeed {installed_version()} is "
+        f"installed, which lacks {ability.what}. Run: pip install "
+        f"'deepspeed>={ability.since},<0.20', or {remedy}"
+    )
 
 
 def installed_version() -> str:

@@ -11,6 +11,7 @@ import pytest
 from memascend.cli import doctor
 from memascend.cli.config_check import check_file
 from memascend.cli.main import main
+from memascend.config import installed
 
 
 def check(ds_config: dict[str, Any], folder: Path) -> tuple[str, str, str]:
@@ -36,6 +37,13 @@ def test_clipping_of_muons_updates_is_noted(tmp_path: Path, clipping: object, st
         ({"memascend": {"host_memory_limits": 1}}, "host_memory_limits"),
         ({"zero_optimization": {"stage": 2}}, "stage is 2"),
         (
+            {
+                "memascend": {"streaming": {"optimizer": {"state_dtype": "int8"}}},
+                "optimizer": {"type": "Lion"},
+            },
+            "needs DeepSpeedCPUAdam",
+        ),
+        (
             {"memascend": {"host_memory_limit": "2GiB"}, "torch_autocast": {"enabled": True}},
             "cannot be kept",
         ),
@@ -48,6 +56,26 @@ def test_a_config_that_a_run_refuses_is_a_problem(
     assert state == "problem"
     assert words in text
     assert "ds.json" in remedy
+
+
+@pytest.mark.parametrize(
+    ("block", "state", "words"),
+    [
+        ({"micro_batches": {"count": 2}}, "problem", "micro_batches needs DeepSpeed 0.18.5"),
+        ({"streaming": {"optimizer": {"fused": False}}}, "note", "needs DeepSpeed 0.19.0"),
+        ({}, "ok", "no setting is refused"),
+    ],
+)
+def test_settings_that_need_another_release_are_named_with_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block: dict[str, Any],
+    state: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(installed, "is_able", lambda ability: False)
+    found, text, _ = check({"memascend": block}, tmp_path)
+    assert (found, words in text) == (state, True)
 
 
 @pytest.mark.parametrize("block", [{}, {"memascend": {"enabled": False}}])

@@ -10,6 +10,8 @@ import pytest
 
 from memascend.base.units import GIB
 from memascend.cli.main import main
+from memascend.config import installed
+from memascend.config.installed import KEPT_POWERS
 from memascend.plan.shapes import builtin_names
 from tests.support.planned import as_json
 from tests.support.without_torch import printed_without_torch
@@ -208,6 +210,17 @@ def test_states_in_bf16_are_planned_and_need_adam(
     message = capsys.readouterr().err
     assert "state_dtype" in message
     assert "Lion" in message
+
+
+def test_settings_that_need_another_release_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(installed, "is_able", lambda ability: ability is not KEPT_POWERS)
+    for section, status in ({"fused": False}, 1), ({}, 0):
+        block = {"memascend": {"streaming": {"optimizer": section}}}
+        config = written(tmp_path, block)
+        assert main(["plan", "Llama-3.1-8B", "--config", config]) == status
+    assert "since streaming.optimizer.fused is false" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

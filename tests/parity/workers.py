@@ -41,7 +41,6 @@ STOP_TIMEOUT_S = 30.0  # to end by itself, and again after SIGTERM
 #: which end the process where no device locks pages.
 LIMITS = (
     r"ConfigError: (.* needs DeepSpeed \S+ or later), and",
-    r"ConfigError: DeepSpeed \S+: (its Adam would step tiles with other results)",
     r"(swap_tensor/utils\.py\", line \d+, in __init__\n\s+assert all\(.*is_pinned)",
     r"(deepspeed_io_handle_t::(?:wait|_stop_threads)\(\): Assertion .* failed)",
 )

@@ -33,8 +33,7 @@ from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace
 from memascend.monitor.runs import default_root, run_name
 from memascend.monitor.status_file import RankPlace
-from memascend.plan.optimizer_dtypes import check_fewer, check_masters
-from memascend.plan.request import check_limit_can_be_kept
+from memascend.plan.release import check_settings
 from memascend.runtime import Runtime, StockParts
 from memascend.system.files import is_replaceable
 from memascend.system.heap import Heap, examine_heap, give_back_freed
@@ -56,9 +55,7 @@ def attach(config: MemAscendConfig, settings: DeepSpeedSettings, nvme_path: obje
     limit_bytes = stated_limit(config)
     sizes = building_sizes(limit_bytes)
     with all_or_none(_cannot_begin):  # no other collective inside
-        check_limit_can_be_kept(config, settings)
-        check_fewer(config, settings)
-        check_masters(config, settings)
+        check_settings(config, settings)
         _check_report(config)
         check_smallest(config, settings, limit_bytes)
         parts = _build(config, settings, os.path.abspath(str(nvme_path)), limit_bytes, sizes)

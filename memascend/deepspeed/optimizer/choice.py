@@ -19,7 +19,6 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.installed import (
-    INNER_PASSES,
     MUON,
     MUON_BY_MATRIX,
     is_able,
@@ -57,8 +56,6 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
         ConfigError: A stream cannot be used and is needed: for the host memory limit, for 16-bit
             master weights, for 16-bit moments, or since this DeepSpeed has no other way.
     """
-    if config.micro_batches is not None:
-        require(INNER_PASSES, "memascend.micro_batches", "leave it out")
     if type(arguments.get("init_optimizer")).__name__ == "MuonWithAuxAdam":
         require(MUON, "the optimizer MuonWithAuxAdam")
     if not _is_on_drive(arguments.get("offload_optimizer_config")):

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -46,6 +45,7 @@ from memascend.kernels.adam import (
 )
 from memascend.kernels.halves import cut, join, round_high
 from memascend.plan.optimizer_dtypes import refusal_of_fewer
+from memascend.plan.release import refusal_of_tiles
 from memascend.streaming.optimizer.sub_group import is_code
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.tile_memory import TileShape
@@ -287,7 +287,7 @@ def fused_adam(
     if fewer:
         refuse = partial(refusal_of_fewer, fewer, remedy="Change that")
     elif recomputes and largest_numel > shape.numel:
-        refuse = _refusal_of_tiles
+        refuse = refusal_of_tiles
     reason = "streaming.optimizer.fused is false"
     if is_wanted:
         reason = _why_not_fused(optimizer, shape, is_needed=refuse is not None)
@@ -308,16 +308,6 @@ def fused_adam(
     if is_adam and is_wanted and dist.get_rank() == 0:
         log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
     return OwnSteps()
-
-
-def _refusal_of_tiles(found: str) -> ConfigError:
-    """Return the error for tiles that are stepped by an operator that recomputes its powers."""
-    return ConfigError(
-        f"DeepSpeed {deepspeed.__version__}: its Adam would step tiles with other results than "
-        "those of CPU offload, since every call but the first of a step computes the powers of the "
-        f"betas anew, and a tile is a call. Only the fused step is exact there: {found}. fix: "
-        "change that, or install DeepSpeed 0.19.0 or newer"
-    )
 
 
 def _why_not_fused(optimizer: Any, shape: TileShape, *, is_needed: bool) -> str:
