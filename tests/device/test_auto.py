@@ -52,7 +52,7 @@ def check_bits(found: dict[str, Any]) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("section", "more"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.matrix),  # the next one is that and more
         ({}, {"activations": SAVING}),
         ({"count": "auto", "reduction": "slice"}, {}),
     ],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _bz2
+import importlib
 import re
+import runpy
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -86,3 +90,41 @@ def test_a_release_is_installed_once(
     for _ in range(2):
         assert script.try_release("0.19.2", tmp_path) == ""
     assert ran.count("pip") == 1
+
+
+def test_an_operator_of_the_installed_release_stands_for_that_of_another(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(script, "SHARED", {"_bz2": "adam"})
+    compiled = tmp_path / "_bz2" / "_bz2.so"
+    compiled.parent.mkdir()
+    compiled.symlink_to(_bz2.__file__)
+    package = tmp_path / "deepspeed"
+    (package / "ops").mkdir(parents=True)
+    notes = package / "git_version_info_installed.py"
+    made = "installed_ops={'_bz2': False, 'async_io': False}\ntorch_info={'version': '1.0'}"
+    notes.write_text(made)
+    script.share_operators(package)
+    found = runpy.run_path(str(notes))
+    assert found["installed_ops"] == {"_bz2": True, "async_io": False}
+    assert found["accelerator_name"] == "cpu"
+    assert metadata.version("torch").startswith(f"{found['torch_info']['version']}.")
+    monkeypatch.syspath_prepend(package / "ops" / "adam")
+    operator = importlib.import_module("_bz2_op")
+    assert operator.__file__ == str(compiled)
+    assert operator.BZ2Compressor
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+@pytest.mark.timeout(1500)  # a minute, but on a busy machine
+def test_the_oldest_release_trains_as_its_own_cpu_offload(
+    script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = script.main(["--smoke", "--folder", str(tmp_path), VERSIONS[0]])
+    printed = capfd.readouterr().out
+    assert status == 0, printed
+    [passed] = re.findall(r"^(\d+) passed, \d+ deselected", printed, re.M)
+    assert int(passed) == script.SMOKE.count("(") + 1
+    assert not (tmp_path / f"{VERSIONS[0]}-smoke" / "operators").exists(), "it compiled"
