@@ -160,14 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wheel = build_wheel(args.folder.resolve())
     results = []
     frameworks = [load(known[name]) for name in args.name or known]
-    for index, framework in enumerate(frameworks):
-        environment = Environment(args.folder.resolve() / framework.place)
-        try:
-            results.append((framework, try_framework(framework, environment, wheel)))
-        finally:
-            if not args.keep and framework.place not in {f.place for f in frameworks[index + 1 :]}:
-                environment.remove()
-    print(table(results))
+    try:
+        for index, framework in enumerate(frameworks):
+            environment = Environment(args.folder.resolve() / framework.place)
+            later = {one.place for one in frameworks[index + 1 :]}
+            try:
+                results.append((framework, try_framework(framework, environment, wheel)))
+            finally:
+                if not args.keep and framework.place not in later:
+                    environment.remove()
+    finally:  # Ctrl-C after an hour leaves the rows of that hour
+        print(table(results))
     problems = [f"{one.title}: {problem}" for one, found in results for problem in found.problems]
     print("\n".join(["", *problems]) if problems else "\nall as expected")
     return 1 if problems else 0

@@ -239,3 +239,21 @@ def test_what_pip_has_changed_is_named(script: ModuleType) -> None:
 def test_a_name_that_no_framework_has_tries_nothing(script: ModuleType, tmp_path: Path) -> None:
     assert script.main(["--folder", str(tmp_path / "new"), "no-framework"]) == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_ctrl_c_leaves_the_rows_of_frameworks_that_are_done(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def one(framework: Any, *_: Any) -> Any:
+        if framework.name != "trl":
+            raise KeyboardInterrupt
+        return script.Found(cells={"losses": "6 of 6"})
+
+    monkeypatch.setattr(script, "build_wheel", lambda folder: folder)
+    monkeypatch.setattr(script, "try_framework", one)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(["--folder", str(tmp_path), "trl", "accelerate"])
+    assert "| 6 of 6 |" in capsys.readouterr().out
