@@ -122,12 +122,13 @@ NEWEST = fingerprints.VERSIONS[-1]
 #: The last release before those that are supported.
 REFUSED = "0.18.3"
 #: Releases of transformers with another loader than those of the first row and of the oldest.
-LOADERS = ("4.57.6", "5.5.4", "5.6.0", "5.22.2", "5.24.0")
+LOADERS = ("4.57.6", "5.5.4", "5.6.0", "5.22.2")
 #: Rows of one environment stand together. The first has what the tests are made with.
 ROWS = (
     *(Row(release) for release in reversed(fingerprints.VERSIONS)),
     Row(REFUSED, is_refused=True),
     Row(NEWEST, torch="2.5.0", transformers="4.51.0"),
+    Row(NEWEST, transformers="5.24.0"),
     Row(NEWEST, torch="2.15.0", transformers="5.24.0"),
     *(Row(NEWEST, python=version) for version in ("3.10", "3.12", "3.13", "3.14")),
     *(Row(NEWEST, transformers=release, only_weights=True) for release in LOADERS),
