@@ -50,3 +50,8 @@ def converted(tensor: LoadedTensor, wanted: torch.dtype) -> LoadedTensor:
         return tensor
     reader = ConvertedReader(tensor.reader, saved=tensor.dtype, wanted=wanted)
     return replace(tensor, dtype=wanted, reader=reader)
+
+
+def rounded(tensor: LoadedTensor, dtype: torch.dtype) -> LoadedTensor:
+    """Return a checkpoint's tensor in its own dtype, with values rounded to those of another."""
+    return converted(converted(tensor, dtype), tensor.dtype)

@@ -29,6 +29,7 @@ from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
 from memascend.deepspeed.checkpoint.frozen import taken_apart
 from memascend.deepspeed.checkpoint.load import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
+from memascend.deepspeed.optimizer.checkpoint import Loads
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 from memascend.errors import CheckpointError, ConfigError, MemAscendError, WriteBudgetError
 
@@ -274,16 +275,17 @@ def _load(
         tag = latest.read_text(encoding="utf-8").strip()
     if tag is None:
         return load(tag=tag, load_optimizer_states=load_optimizer_states)
-    with_states = load_optimizer_states and not load_module_only
-    if with_states and optimizer.upstream.uses_muon and not optimizer.steps.is_tiled:
-        log.warning("memascend: Muon's optimizer state is reset, as in stock DeepSpeed")
-        with_states = False
+    loads = Loads.ROUNDED_WEIGHTS  # as DeepSpeed, which loads the weights of the module then
+    if load_optimizer_states and not load_module_only:
+        loads = _loads_with_states(optimizer)
+    elif is_universal:  # these have no other
+        loads = Loads.WEIGHTS
     _refuse(engine)
     load_dir, tag = str(load_dir), str(tag)
     with (
         opened(engine, optimizer, load_dir, tag) as source,
         taken_apart(engine, source, load_dir, tag) as (rest, restore_frozen),
-        optimizer.checkpoint.active(rest, with_states=with_states),
+        optimizer.checkpoint.active(rest, loads=loads),
     ):
         # Without optimizer states upstream would gather all weights in fp32 on every rank.
         path, *others = load(tag=tag, load_optimizer_states=True)
@@ -291,3 +293,10 @@ def _load(
     if path is not None and rest is not source:  # not the temporary file without frozen parameters
         path = str(Path(load_dir, tag, Path(path).name))
     return path, *others
+
+
+def _loads_with_states(optimizer: ZeroOptimizer) -> Loads:
+    if optimizer.upstream.uses_muon and not optimizer.steps.is_tiled:
+        log.warning("memascend: Muon's optimizer state is reset, as in stock DeepSpeed")
+        return Loads.WEIGHTS
+    return Loads.ALL

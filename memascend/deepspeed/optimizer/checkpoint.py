@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from memascend.checkpoint.converted import rounded
 from memascend.checkpoint.source import CheckpointSource
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.choice import StepPath
@@ -18,6 +20,15 @@ from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.restore import restore
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
 from memascend.runtime import Runtime
+
+
+class Loads(Enum):
+    """The part of a checkpoint that is loaded into the optimizer."""
+
+    ALL = auto()  #: Master weights and states.
+    WEIGHTS = auto()  #: Master weights alone.
+    #: Master weights alone, rounded to the parameters' dtype: CPU offload makes them of these.
+    ROUNDED_WEIGHTS = auto()
 
 
 class CheckpointHooks:
@@ -37,20 +48,20 @@ class CheckpointHooks:
         #: Whether DeepSpeed is saving or loading this optimizer.
         self.is_active = False
         self._source: CheckpointSource | None = None
-        self._loads_states = True
+        self._loads = Loads.ALL
 
     @contextmanager
     def active(
-        self, source: CheckpointSource | None = None, *, with_states: bool = True
+        self, source: CheckpointSource | None = None, *, loads: Loads = Loads.ALL
     ) -> Iterator[None]:
         """Within the context DeepSpeed saves or loads this optimizer as one that is not on NVMe.
 
         Args:
             source: The checkpoint to load; None for a save.
-            with_states: Load the optimizer states too, not only the weights.
+            loads: The part of it that is loaded.
         """
         self.is_active = True
-        self._source, self._loads_states = source, with_states
+        self._source, self._loads = source, loads
         try:
             yield
         finally:
@@ -73,9 +84,11 @@ class CheckpointHooks:
             return
         optimizer_states: dict[str, Any] = {}
         tensors = source.weights()
-        if self._loads_states:
+        if self._loads is Loads.ALL:
             self._upstream.set_scaler(source.zero_states)
             optimizer_states, tensors = source.optimizer_states, source.tensors
+        elif self._loads is Loads.ROUNDED_WEIGHTS:
+            tensors = [rounded(tensor, self._upstream.stored_dtype) for tensor in tensors]
         self._upstream.partition_parameters()  # their keys are written with the master weights
         self._restore(optimizer_states, tensors)
         self._upstream.refresh_parameters()

@@ -12,9 +12,10 @@ import torch
 pytest.importorskip("deepspeed")
 
 
+from memascend.checkpoint.files import TensorReader
 from memascend.checkpoint.source import CheckpointSource, LoadedTensor
 from memascend.deepspeed.optimizer import checkpoint
-from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks
+from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks, Loads
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
 from memascend.errors import StoreError
 from tests.support.runtimes import stand_in
@@ -119,9 +120,27 @@ def test_no_parameter_is_staged_when_its_key_is_written(
 def test_the_weights_alone_come_without_states_and_without_the_loss_scale(
     optimizer: Optimizer, restored: list[Any]
 ) -> None:
-    with optimizer.hooks.active(SOURCE, with_states=False):
+    with optimizer.hooks.active(SOURCE, loads=Loads.WEIGHTS):
         optimizer.hooks.restore()
     assert restored == [({}, [MASTER])]
+    assert optimizer.stage3.loss_scaler == "ours"
+
+
+def test_weights_of_the_module_are_those_of_the_parameters_dtype(
+    optimizer: Optimizer, restored: list[Any]
+) -> None:
+    """As CPU offload has them without optimizer states."""
+    optimizer.stage3.fp16_partitioned_groups_flat = [torch.empty(0, dtype=torch.bfloat16)]
+    values = torch.tensor([1.0, 1.001, 3e38])
+    tensor = LoadedTensor(0, None, FP32, TensorReader(lambda: values))
+    source = CheckpointSource(ZERO_STATES, {"state": {}}, [tensor, MOMENT])
+    with optimizer.hooks.active(source, loads=Loads.ROUNDED_WEIGHTS):
+        optimizer.hooks.restore()
+    [(states, [weights])] = restored
+    found = torch.empty(3)
+    weights.reader.fill(0, found.view(torch.uint8))
+    assert (states, weights.dtype) == ({}, FP32)
+    assert torch.equal(found, values.bfloat16().float())
     assert optimizer.stage3.loss_scaler == "ours"
 
 
@@ -145,7 +164,7 @@ def test_where_upstream_loads_16_bit_weights_it_takes_the_exact_ones(
     optimizer.hooks.load_weights(optimizer.stock)
     assert (optimizer.calls, restored) == (["finish", LOADED, ("stock",)], [])
     optimizer.calls.clear()
-    with optimizer.hooks.active(SOURCE, with_states=False):
+    with optimizer.hooks.active(SOURCE, loads=Loads.WEIGHTS):
         optimizer.hooks.load_weights(optimizer.stock)
     assert (optimizer.calls, restored) == (["partition", "parameters"], [({}, [MASTER])])
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.checkpoint.source import CheckpointSource
-from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks
+from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks, Loads
 from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.memory.guard import Guard
@@ -74,7 +74,7 @@ def load(optimizer: Tiled) -> None:
     optimizer.stage3.reset_swap_buffers = lambda: None
     optimizer.stage3._partition_all_parameters = lambda: None
     hooks = CheckpointHooks(optimizer.upstream, lambda: attachment, optimizer.steps)
-    with hooks.active(source, with_states=False):
+    with hooks.active(source, loads=Loads.WEIGHTS):
         hooks.restore()
 
 
