@@ -20,7 +20,7 @@ import torch
 from memascend.checkpoint.files import SummedFile
 from memascend.errors import CheckpointError, StoreError, TornStepError
 from memascend.nvme.resident import ResidentStore
-from tests.integration.checkpoint_program import build, train
+from tests.integration.checkpoint_program import WIDTH, build, train
 from tests.support.process_group import leave, say
 
 
@@ -67,6 +67,34 @@ def what_happens(name: str, action: Callable[[], object]) -> bool:
     return True
 
 
+def failing_load(engine: Any, checkpoints: Path) -> None:
+    restore = fail_writes_from(3)
+    try:
+        engine.load_checkpoint(str(checkpoints))
+    finally:
+        restore()
+
+
+def evaluate(engine: Any) -> None:
+    with torch.no_grad():
+        engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
+
+
+def use_values(engine: Any, checkpoints: Path, after: str) -> None:
+    """Try all that reads weights or states."""
+    *_, parameter = engine.module.parameters()
+    what_happens(f"step after {after}", engine.optimizer.step)
+    what_happens(f"save after {after}", lambda: engine.save_checkpoint(str(checkpoints), tag="bad"))
+    what_happens(f"forward after {after}", lambda: evaluate(engine))
+    what_happens(
+        f"value after {after}", lambda: deepspeed.utils.safe_get_full_fp32_param(parameter)
+    )
+    what_happens(
+        f"weights after {after}",
+        lambda: engine.load_checkpoint(str(checkpoints), load_optimizer_states=False),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
@@ -93,9 +121,11 @@ def main() -> None:
     engine.optimizer.step = failing_step
     what_happens("failing step", lambda: train(engine, 1, 1))
     engine.optimizer.step = step
-    what_happens("another step", engine.optimizer.step)
-    what_happens("save", lambda: engine.save_checkpoint(str(arguments.checkpoints), tag="bad"))
+    use_values(engine, arguments.checkpoints, "step")
+    what_happens("failing load", lambda: failing_load(engine, arguments.checkpoints))
+    use_values(engine, arguments.checkpoints, "load")
     if what_happens("load", lambda: engine.load_checkpoint(str(arguments.checkpoints))):
+        evaluate(engine)
         train(engine, 1, 2)
     engine.destroy()
     leave()

@@ -281,6 +281,8 @@ def _load(
     elif is_universal:  # these have no other
         loads = Loads.WEIGHTS
     _refuse(engine)
+    if loads is not Loads.ALL:  # states stay, so they must belong to one step
+        on_every_rank(lambda: _check_states(optimizer))
     load_dir, tag = str(load_dir), str(tag)
     with (
         opened(engine, optimizer, load_dir, tag) as source,
@@ -293,6 +295,16 @@ def _load(
     if path is not None and rest is not source:  # not the temporary file without frozen parameters
         path = str(Path(load_dir, tag, Path(path).name))
     return path, *others
+
+
+def _check_states(optimizer: ZeroOptimizer) -> None:
+    """Check that the last step has ended.
+
+    Raises:
+        TornStepError: A step or a load ended half-way.
+    """
+    optimizer.finish_walk()
+    optimizer.steps.current.check()
 
 
 def _loads_with_states(optimizer: ZeroOptimizer) -> Loads:

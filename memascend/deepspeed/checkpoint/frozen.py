@@ -124,6 +124,7 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
     saved = [read_torch_file(path)[FROZEN_PARAM_FRAGMENTS] or {} for path in files]
     optimizer = engine.optimizer
     optimizer.upstream.partition_parameters()  # gathered parameters have the old values
+    optimizer.steps.current.note_load()
     rank = dist.get_rank(group=optimizer.upstream.process_group)
     is_own = engine.use_node_local_storage()
     missing = []
@@ -149,6 +150,7 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
                 nbytes=count * dtype.itemsize,
                 source=functools.partial(_fill, parts, dtype, begin),
             )
+    optimizer.steps.mend()
     if missing and rank == 0:
         log.warning(
             "memascend: the checkpoint does not have %d of %d frozen parameters (%s), which keep "

@@ -112,6 +112,12 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.gradients.set_up(super()._setup_for_real_optimizer)
         self.steps.end_setup()
         self.upstream.wait_writes()
+        self.upstream.watch_gathers(self._check_values)
+
+    def _check_values(self) -> None:
+        """Refuse parameters of a torn step; a load may gather some before it mends it."""
+        if not self.checkpoint.is_active:
+            self.steps.values.check()
 
     def _create_fp32_partitions(self) -> None:
         self.steps.create_masters(super()._create_fp32_partitions)

@@ -19,10 +19,30 @@ from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.runtime import Runtime
+from memascend.streaming.optimizer.step import Step, StepPhase
 from memascend.streaming.optimizer.sub_groups import SubGroups
 
 #: This rank's part of a value, and the number of its sub-group.
 Part = tuple[torch.Tensor, int]
+
+
+class Stepping(Protocol):
+    """The steps of the values."""
+
+    current: Step
+
+
+class Waiting(Stepping, Protocol):
+    """The step, as far as readers of values wait for it."""
+
+    def finish(self) -> None:
+        """Wait until the last step has written every value."""
+
+    def drop_ahead(self, reason: str) -> None:
+        """Discard work done ahead for the coming step: its inputs are about to change."""
+
+    def note_look(self) -> None:
+        """Note that the script reads a gradient."""
 
 
 class WholeValues:
@@ -31,14 +51,25 @@ class WholeValues:
     The lock is held: a gradient that arrives meanwhile goes through the same buffers.
     """
 
-    def __init__(self, upstream: Upstream, attach: Callable[[], Attachment]) -> None:
-        """Wrap the values of an optimizer."""
-        self._upstream, self._attach = upstream, attach
+    def __init__(
+        self, upstream: Upstream, attach: Callable[[], Attachment], steps: Stepping
+    ) -> None:
+        """Wrap the values of an optimizer, whose steps may end half-way."""
+        self._upstream, self._attach, self._steps = upstream, attach, steps
 
     @property
     def runtime(self) -> Runtime:
         """The model's runtime."""
         return self._attach().runtime
+
+    def check(self) -> None:
+        """Refuse values of a torn step; a step gathers parameters while it is under way.
+
+        Raises:
+            TornStepError: The last step or load ended half-way.
+        """
+        if self._steps.current.phase is StepPhase.TORN:
+            self._steps.current.check()
 
     @locked
     def gradient(self, param: Any, is_released: bool, original: Callable[..., Part]) -> Part:
@@ -50,6 +81,7 @@ class WholeValues:
         self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
     ) -> Part:
         """Return a part of a state as DeepSpeed."""
+        self.check()
         return self._kept(original(param, is_released, state), is_released)
 
     def _kept(self, found: Part, is_released: bool) -> Part:
@@ -83,19 +115,6 @@ class _PutBack(threading.local):
     call: Callable[[], None] | None = None
 
 
-class Waiting(Protocol):
-    """The step, as far as readers of values wait for it."""
-
-    def finish(self) -> None:
-        """Wait until the last step has written every value."""
-
-    def drop_ahead(self, reason: str) -> None:
-        """Discard work done ahead for the coming step: its inputs are about to change."""
-
-    def note_look(self) -> None:
-        """Note that the script reads a gradient."""
-
-
 class TiledValues:
     """Values of sub-groups that are in the store."""
 
@@ -122,6 +141,15 @@ class TiledValues:
     def _groups(self) -> SubGroups:
         return self.runtime.optimizer.groups
 
+    def check(self) -> None:
+        """Refuse values of a torn step; while its walk is under way they are no error.
+
+        Raises:
+            TornStepError: The last step or load ended half-way.
+        """
+        if not self.runtime.background.is_under_way:
+            self._steps.current.check()
+
     def gradient(self, param: Any, is_released: bool, original: Callable[..., Part]) -> Part:
         """Return a part of a gradient as the next step would see it."""
         number, offset, numel = self._upstream.position_of(param)
@@ -143,10 +171,15 @@ class TiledValues:
     def state(
         self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
     ) -> Part:
-        """Return a part of a state, or of the master weights."""
+        """Return a part of a state, or of the master weights.
+
+        Raises:
+            TornStepError: As `check`.
+        """
         number, offset, numel = self._upstream.position_of(param)
         flat = self._upstream.masters[number]
         self._finish_sub_group(flat.ds_id)
+        self.check()
         dtype = flat.dtype
         if state is not None:
             # The wider dtype, since DeepSpeed gathers states in fp32; but Muon's momentum as it is.

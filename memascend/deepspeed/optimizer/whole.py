@@ -40,7 +40,7 @@ class WholeSteps:
         self._upstream, self._attach = upstream, attach
         #: The step that collects gradients, or that was the last one if it is torn.
         self.current = Step()
-        self.values = WholeValues(upstream, attach)
+        self.values = WholeValues(upstream, attach, self)
 
     # -- construction ----------------------------------------------------------------------------
 
@@ -98,7 +98,11 @@ class WholeSteps:
             TornStepError: The last step ended half-way; load a checkpoint first.
         """
         self.current.check()
-        original()
+        try:
+            original()
+        except BaseException:
+            self.current.note_failure()
+            raise
         self.current = Step()
 
     def update_matrices(self, original: Original) -> None:

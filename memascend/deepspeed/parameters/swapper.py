@@ -88,6 +88,7 @@ class ParameterSwapper:
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=released_bytes_max)
         self._before_change: Callable[[Collection[str]], None] = lambda keys: None
+        self._check_values: Callable[[], None] = lambda: None
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
         # Slots that a collective may still read; released after the wait for it.
         self._gathering: dict[Shard, None] = {}
@@ -226,6 +227,10 @@ class ParameterSwapper:
         self._before_change = before
         self._stream.is_fixed = is_fixed
 
+    def watch_gathers(self, check: Callable[[], None]) -> None:
+        """Have a function called before each gather, without the lock; it may refuse."""
+        self._check_values = check
+
     @exclusive
     def turns(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         """Cut parameters into turns of limited bytes, each with at least one parameter.
@@ -286,8 +291,10 @@ class ParameterSwapper:
 
         Raises:
             StoreError: The walk failed before that.
+            TornStepError: A step or a load ended half-way, and no load has mended it.
         """
         self._stream.background.wait_for([self.key(param) for param in params])
+        self._check_values()
 
     @exclusive
     def wait_for_released(self) -> None:

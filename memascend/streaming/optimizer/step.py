@@ -111,7 +111,8 @@ class Step:
         if self.is_torn:
             raise TornStepError(
                 "the last optimizer step or load ended half-way, so some weights have new values "
-                "and others old ones. cause: the error that was raised then. fix: load a checkpoint"
+                "and others old ones. cause: the error that was raised then. fix: load a "
+                "checkpoint with its optimizer states"
             )
 
     def decide(self, order: Sequence[str], early: Begins | None = None) -> None:

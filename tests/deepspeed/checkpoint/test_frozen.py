@@ -13,6 +13,8 @@ import torch
 
 from memascend.checkpoint.torch_file import StreamedTensor
 from memascend.deepspeed.checkpoint import frozen
+from memascend.errors import StoreError
+from memascend.streaming.optimizer.step import Step
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 pytestmark = pytest.mark.deepspeed
@@ -54,7 +56,11 @@ def engine_of(
     store.reserve(key="param.0", nbytes=part_numel * dtype.itemsize)
     runtime = SimpleNamespace(staging=staging_slots(store), lock=nullcontext())
     upstream = SimpleNamespace(process_group=None, partition_parameters=lambda: None)
-    optimizer = SimpleNamespace(attachment=SimpleNamespace(runtime=runtime), upstream=upstream)
+    optimizer = SimpleNamespace(
+        attachment=SimpleNamespace(runtime=runtime),
+        upstream=upstream,
+        steps=SimpleNamespace(current=(step := Step()), mend=step.mend),
+    )
     return SimpleNamespace(
         optimizer=optimizer,
         store=store,
@@ -84,6 +90,23 @@ def test_any_number_of_ranks_takes_its_parts(
         found = torch.empty(engine.numel, dtype=BF16)
         engine.store.read(key="param.0", target=found).wait()
         assert torch.equal(found, expected)
+
+
+def test_half_of_a_load_is_half_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(NUMEL).to(BF16)
+    files, engine = save(tmp_path, [values]), engine_of(0, 1, monkeypatch)
+    every, step = frozen.frozen_parameters(engine), engine.optimizer.steps.current
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen, "_fill", fail)
+        with pytest.raises(StoreError):
+            frozen._restore(engine, every, files)
+    assert step.is_torn
+    frozen._restore(engine, every, files)
+    assert not step.is_torn
+
+
+def fail(*_: object) -> None:
+    raise StoreError(5, "the drive failed")
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int64", "bool", "float8_e4m3fn", "complex64"])

@@ -21,7 +21,7 @@ from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradi
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
-from memascend.errors import IncompleteGradientError
+from memascend.errors import IncompleteGradientError, TornStepError
 
 ON_DRIVE = SimpleNamespace(device="nvme")
 Stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
@@ -73,6 +73,15 @@ def test_an_optimizer_in_memory_takes_deepspeeds_own_ways() -> None:
     found = made({})
     assert isinstance(found.gradients, FlatGradients)
     assert isinstance(found.steps, WholeSteps)
+
+
+def test_parameters_of_a_torn_step_are_gathered_by_a_load_alone() -> None:
+    optimizer = made({})
+    optimizer.steps.current.note_load()
+    with pytest.raises(TornStepError, match="load a checkpoint"):
+        optimizer._check_values()
+    with optimizer.checkpoint.active():
+        optimizer._check_values()
 
 
 def test_deepspeeds_class_is_constructed_with_what_was_given(without_model: list[Any]) -> None:

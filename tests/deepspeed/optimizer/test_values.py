@@ -11,7 +11,15 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.deepspeed.optimizer.values import WholeValues, set_local_gradient, set_local_state
+from memascend.deepspeed.optimizer.values import (
+    TiledValues,
+    WholeValues,
+    set_local_gradient,
+    set_local_state,
+)
+from memascend.errors import TornStepError
+from memascend.streaming.background import BackgroundStep
+from memascend.streaming.optimizer.step import Step
 from tests.support.runtimes import stand_in
 
 
@@ -84,7 +92,8 @@ def test_a_part_of_a_buffer_that_is_free_again_is_copied(
 ) -> None:
     part = torch.arange(4.0)
     attachment: Any = SimpleNamespace(runtime=stand_in())
-    values = WholeValues(Upstream(Stage3(part, number)), lambda: attachment)
+    steps = SimpleNamespace(current=Step())
+    values = WholeValues(Upstream(Stage3(part, number)), lambda: attachment, steps)
     given: list[Any] = []
 
     def original(*arguments: Any) -> tuple[torch.Tensor, int]:
@@ -99,3 +108,35 @@ def test_a_part_of_a_buffer_that_is_free_again_is_copied(
         assert given == [("param", is_released, "exp_avg")]
     assert (found.tolist(), index) == (part.tolist(), number)
     assert (found is not part) == is_copy
+
+
+@pytest.mark.parametrize("kind", [WholeValues, TiledValues])
+def test_values_of_a_torn_step_are_refused_until_a_load_has_replaced_them(kind: Any) -> None:
+    steps = SimpleNamespace(current=Step(), finish=lambda: None)
+    runtime = stand_in(background=BackgroundStep())
+    stage3 = Stage3(torch.zeros(2), 0)
+    stage3.grad_position = {0: (0, 0, 2)}
+    stage3.fp32_partitioned_groups_flat = [SimpleNamespace(ds_id="0_0")]
+    values = kind(Upstream(stage3), lambda: SimpleNamespace(runtime=runtime), steps)
+    values.check()
+    steps.current.note_load()
+    for read in (values.check, lambda: values.state(param(), True, None, stage3.calls.append)):
+        with pytest.raises(TornStepError, match=r"half-way.*load a checkpoint with its optimizer"):
+            read()
+    assert stage3.calls == []
+    steps.current.mend()
+    values.check()
+
+
+def test_a_step_under_way_may_gather_parameters() -> None:
+    steps, runtime = SimpleNamespace(current=Step()), stand_in(background=BackgroundStep())
+    attachment: Any = SimpleNamespace(runtime=runtime)
+    steps.current.note_change()
+    WholeValues(Upstream(None), lambda: attachment, steps).check()
+    runtime.background.start([lambda reach: None], {}, lambda: None)
+    tiled = TiledValues(Upstream(None), lambda: attachment, steps)
+    tiled.check()
+    runtime.background.finish()
+    with pytest.raises(TornStepError):
+        tiled.check()
+    runtime.background.close()

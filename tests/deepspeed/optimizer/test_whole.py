@@ -139,7 +139,8 @@ def test_after_half_a_step_neither_step_nor_save_nor_load_goes_on(optimizer: Who
 
     with pytest.raises(StoreError):
         optimizer.steps.step(lambda: optimizer.steps.step_sub_group(0, fail))
-    for refused in (lambda: optimizer.steps.step(fail), optimizer.steps.settle):
+    whole_values = (optimizer.steps.settle, optimizer.steps.values.check)
+    for refused in (lambda: optimizer.steps.step(fail), *whole_values):
         with pytest.raises(TornStepError, match="load a checkpoint"):
             refused()
     with pytest.raises(TornStepError, match=r"streaming\.optimizer .*restart the program"):

@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters.swapper import TURN_BYTES, ParameterSwapper
-from memascend.errors import StoreError
+from memascend.errors import StoreError, TornStepError
 from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.swapped_parameters import NUMEL, on_device, parameter
 
@@ -332,6 +332,19 @@ def test_an_optimizer_hears_of_a_change_before_it_is_stored_and_may_refuse_it(
     bench.swapper.swap_out_and_release([param])
     assert value(bench.store.value("param.0", torch.bfloat16)) == 8.0
     assert heard == [(["param.0"], 1.0)] * 3
+
+
+def test_an_optimizer_may_refuse_a_gather(bench: Bench) -> None:
+    (param,) = bench.partitioned(1)
+    bench.swapper.wait_for_updates([param])
+
+    def refuse() -> None:
+        assert not bench.swapper.lock._is_owned()
+        raise TornStepError("half of a step")
+
+    bench.swapper.watch_gathers(refuse)
+    with pytest.raises(TornStepError, match="half of a step"):
+        bench.swapper.wait_for_updates([param])
 
 
 # -- what is no shard of this swapper ------------------------------------------------------------
