@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from memascend.base.units import format_nbytes
 from memascend.cli.plan_drive import short_rates
@@ -90,9 +90,9 @@ def _of_short(found: KeptRates, path: str) -> CountedRates:
     A write cache may have taken its writes, so they are counted as those of a modest drive if they
     were faster.
     """
-    source = f"measured for some seconds on {path}"
+    source = f"measured for some seconds on {path}{_when(found)}"
     if found.write_gb_s <= WRITE_GB_S:
-        return CountedRates(DriveRates(**asdict(found)), source, "measured")
+        return _as_measured(found, source)
     source += (
         f"; writes are counted at {WRITE_GB_S:g} of {found.write_gb_s:.3g} GB/s, since a write "
         "cache may have taken them: `memascend volume bench --sustained` measures yours"
@@ -107,10 +107,21 @@ def measured_rates(paths: Sequence[str]) -> CountedRates | None:
     """
     cache, named = cache_directory(), ", ".join(paths)
     if found := kept_rates(paths, cache=cache):
-        source = f"measured by `memascend volume bench --sustained` on {named}"
-        return CountedRates(DriveRates(**asdict(found)), source, "measured")
+        source = f"measured by `memascend volume bench --sustained` on {named}{_when(found)}"
+        return _as_measured(found, source)
     short = kept_rates(paths, cache=cache, name=SHORT_RATES_FILE)
     return _of_short(short, named) if short else None
+
+
+def _as_measured(found: KeptRates, source: str) -> CountedRates:
+    rates = DriveRates(
+        read_gb_s=found.read_gb_s, write_gb_s=found.write_gb_s, mixed_gb_s=found.mixed_gb_s
+    )
+    return CountedRates(rates, source, f"measured{_when(found)}")
+
+
+def _when(found: KeptRates) -> str:
+    return "" if found.day is None else f" on {found.day}"
 
 
 def describe_rates(rates: DriveRates) -> str:

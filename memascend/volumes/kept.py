@@ -10,7 +10,8 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +30,8 @@ RATES_FILE = "drive-rates.json"
 SHORT_RATES_FILE = "drive-rates-short.json"
 _ENTRY_COUNT_MAX = 64
 _FILE_BYTES_MAX = 1 * MIB
-#: An entry of a file: weights, or rates in GB/s.
-_NUMBERS = TypeAdapter(list[Annotated[float, Field(strict=True, gt=0, le=1000)]])
+#: An entry of a file: weights, or rates in GB/s and the day of their measurement as an ordinal.
+_NUMBERS = TypeAdapter(list[Annotated[float, Field(strict=True, gt=0, le=1_000_000)]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,18 @@ class KeptRates:
     read_gb_s: float
     write_gb_s: float
     mixed_gb_s: float  # reads and writes at the same time, as many bytes of each, both counted
+    #: When they were measured: of several drives the first day; None: now.
+    day: date | None = field(default=None, compare=False)
 
 
 def keep_rates(path: str, rates: KeptRates, *, cache: Path, name: str = RATES_FILE) -> None:
     """Keep the rates of the drive below a path in a file of the cache folder.
 
-    They replace earlier ones.
+    They replace earlier ones, with the day of today.
     """
     file = cache / name
     found = [round(rate, 3) for rate in (rates.read_gb_s, rates.write_gb_s, rates.mixed_gb_s)]
+    found.append(date.today().toordinal())
     with contextlib.suppress(OSError):  # write_kept tells that nothing was kept
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_kept(file, read_kept(file) | {identity(path): found})
@@ -65,9 +69,10 @@ def kept_rates(paths: Sequence[str], *, cache: Path, name: str = RATES_FILE) -> 
     except OSError:  # a path of another machine
         return None
     found = [known.get(drive, []) for drive in drives]
-    if not found or any(len(rates) != 3 for rates in found):
+    if not found or any(len(rates) != 4 for rates in found):
         return None
-    return KeptRates(*(sum(rates) for rates in zip(*found, strict=True)))
+    read, write, mixed, days = map(list, zip(*found, strict=True))
+    return KeptRates(sum(read), sum(write), sum(mixed), date.fromordinal(max(1, int(min(days)))))
 
 
 def identity(path: str, sysfs: Path = SYSFS) -> str:

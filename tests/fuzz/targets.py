@@ -274,7 +274,7 @@ def check_weights(data: bytes) -> None:
     path.write_bytes(data)
     entries = read_kept(path)
     for key, weights in entries.items():
-        assert all(math.isfinite(weight) and 0 < weight <= 1000 for weight in weights), key
+        assert all(math.isfinite(weight) and 0 < weight <= 1_000_000 for weight in weights), key
     write_kept(path, {**entries, "new": [1.0, 2.0]})
     assert read_kept(path)["new"] == [1.0, 2.0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def test_rates_are_known_by_the_drive_and_those_of_several_add_up(
     keep_rates("a1", KeptRates(3.0, 1.0, 1.5), cache=cache)
     keep_rates("b1", KeptRates(2.0, 0.5, 1.0), cache=cache)
     assert kept_rates(["a2"], cache=cache) == KeptRates(3.0, 1.0, 1.5)
+    assert kept_rates(["a2"], cache=cache).day == date.today()  # type: ignore[union-attr]
     assert kept_rates(["a1", "a2"], cache=cache) == KeptRates(3.0, 1.0, 1.5)
     assert kept_rates(["a1", "b1"], cache=cache) == KeptRates(5.0, 1.5, 2.5)
     assert kept_rates(["a1"], cache=cache, name="other.json") is None
@@ -51,6 +53,18 @@ def test_without_a_measurement_of_every_drive_nothing_is_known(
     write_kept(tmp_path / RATES_FILE, read_kept(tmp_path / RATES_FILE) | {"c": [1.0]})
     for paths in ([], ["b"], ["a", "b"], ["c"]):
         assert kept_rates(paths, cache=tmp_path) is None
+
+
+def test_rates_of_several_drives_are_as_old_as_the_first_of_them(
+    tmp_path: Path, drives: None
+) -> None:
+    old = date(2026, 1, 31)
+    keep_rates("a", KeptRates(3.0, 1.0, 1.5), cache=tmp_path)
+    entry = [2.0, 0.5, 1.0, old.toordinal()]
+    write_kept(tmp_path / RATES_FILE, read_kept(tmp_path / RATES_FILE) | {"b": entry})
+    found = kept_rates(["a", "b"], cache=tmp_path)
+    assert found is not None
+    assert (found, found.day) == (KeptRates(5.0, 1.5, 2.5), old)
 
 
 def test_a_path_of_another_machine_has_no_rates(tmp_path: Path) -> None:
