@@ -28,6 +28,7 @@ from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.values import Part, set_local_gradient, set_local_state
 from memascend.deepspeed.optimizer.whole import WholeSteps
+from memascend.deepspeed.parameters.gather import swapper_of
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -112,7 +113,9 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.gradients.set_up(super()._setup_for_real_optimizer)
         self.steps.end_setup()
         self.upstream.wait_writes()
-        self.upstream.watch_gathers(self._check_values)
+        for swapper in set(map(swapper_of, self.upstream.all_params)):
+            if swapper is not None:
+                swapper.watch_gathers(self._check_values)
 
     def _check_values(self) -> None:
         """Refuse parameters of a torn step; a load may gather some before it mends it."""

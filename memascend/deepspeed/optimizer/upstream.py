@@ -139,12 +139,6 @@ class Upstream:
         if swapper is not None:
             swapper.synchronize_writes()
 
-    def watch_gathers(self, check: Callable[[], None]) -> None:
-        """Have a function called before each gather of parameters on the drive; it may refuse."""
-        for swapper in set(map(swapper_of, self.all_params)):
-            if swapper is not None:
-                swapper.watch_gathers(check)
-
     def drop_unused_shards(self) -> None:
         """Release shards that were read ahead and not used."""
         swapper = self.parameter_swapper
