@@ -54,6 +54,16 @@ def lacking_bytes(plan: Plan, free_bytes: int, *, ranks: int, taken_bytes: int =
     return max(0, taken_bytes + ranks * saving_bytes(plan) - free_bytes)
 
 
+def wrong_guess_bytes(shapes: ModelShapes, plan: Plan) -> tuple[float, float]:
+    """Return the bytes that a step reads and writes which has to be made again after backward.
+
+    `plan` is that of steps after backward.
+    """
+    again, _ = optimizer_parts(begun_early(shapes, plan), 0)
+    read, written = (sum(moved.values()) for moved in (plan.read_bytes, plan.written_bytes))
+    return read + again.read, written + again.written
+
+
 def advise_during_backward(
     shapes: ModelShapes, plan: Plan, seconds_of: Callable[[Plan], float]
 ) -> str:
@@ -63,17 +73,14 @@ def advise_during_backward(
     """
     if not plan.request.tries_during_backward:
         return ""
-    right = begun_early(shapes, plan)
-    again, _ = optimizer_parts(right, 0)
+    right, wrong = begun_early(shapes, plan), wrong_guess_bytes(shapes, plan)
     numel = sum(tensor.shard_numel(plan.request.world) for tensor in shapes.tensors)
     after, early = (
         [sum(moved.values()) / numel for moved in (one.read_bytes, one.written_bytes)]
         for one in (plan, right)
     )
-    wrong = [after[0] + again.read / numel, after[1] + again.written / numel]
-    texts = [
-        f"reads {read:.3g} and writes {written:.3g}" for read, written in (after, early, wrong)
-    ]
+    both = (after, early, [nbytes / numel for nbytes in wrong])
+    texts = [f"reads {read:.3g} and writes {written:.3g}" for read, written in both]
     return (
         f"bytes and seconds are those of steps after backward. A run begins them during backward "
         f"(streaming.optimizer.during_backward) where its own times show that it pays, and the "

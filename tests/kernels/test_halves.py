@@ -1,6 +1,7 @@
 """Weights in two halves: nothing is lost, and a step on halves is that on whole weights.
 
-`make test-device` tries all 2^32 weights; here are those around every rounding.
+`make test-device` and a workflow of every night try all 2^32 weights; here are those around every
+rounding.
 """
 
 from __future__ import annotations
