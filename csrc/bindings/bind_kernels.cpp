@@ -120,6 +120,23 @@ void halves_round_high_without_flags(std::uintptr_t high, std::uintptr_t low, st
                                    reinterpret_cast<std::uint16_t*>(low), numel);
 }
 
+void halves_join_with_bits(std::uintptr_t rounded, std::uintptr_t low, std::uintptr_t bits,
+                           std::size_t first, std::uintptr_t weights, std::size_t numel) {
+  const py::gil_scoped_release release;
+  halves::join_with_bits(reinterpret_cast<const std::uint16_t*>(rounded),
+                         reinterpret_cast<const std::uint16_t*>(low),
+                         reinterpret_cast<const std::uint8_t*>(bits), first,
+                         reinterpret_cast<std::uint32_t*>(weights), numel);
+}
+
+void halves_cut_with_bits(std::uintptr_t weights, std::uintptr_t rounded, std::uintptr_t low,
+                          std::uintptr_t bits, std::size_t numel) {
+  const py::gil_scoped_release release;
+  halves::cut_with_bits(
+      reinterpret_cast<const std::uint32_t*>(weights), reinterpret_cast<std::uint16_t*>(rounded),
+      reinterpret_cast<std::uint16_t*>(low), reinterpret_cast<std::uint8_t*>(bits), numel);
+}
+
 std::optional<kernels::Rounding> rounding_of(std::optional<std::uint64_t> key,
                                              std::uint64_t first_index) {
   if (!key) return std::nullopt;
@@ -219,6 +236,10 @@ void bind_kernels(py::module_& module) {
              "low"_a, "weights"_a, "numel"_a);
   module.def("halves_round_high_without_flags", &halves_round_high_without_flags, py::kw_only(),
              "high"_a, "low"_a, "numel"_a);
+  module.def("halves_join_with_bits", &halves_join_with_bits, py::kw_only(), "rounded"_a, "low"_a,
+             "bits"_a, "first"_a = 0, "weights"_a, "numel"_a);
+  module.def("halves_cut_with_bits", &halves_cut_with_bits, py::kw_only(), "weights"_a, "rounded"_a,
+             "low"_a, "bits"_a, "numel"_a);
 
   module.def("codes_encode", &codes_encode, py::kw_only(), "values"_a, "codes"_a, "scales"_a,
              "stride"_a, "numel"_a, "is_first"_a, "rounding_key"_a = py::none(),

@@ -7,7 +7,8 @@
 // odd high half. A NaN stays a NaN, its payload may differ.
 //
 // Where second moments have no sign (codes.hpp) there are no flags: a tie above an odd high half is
-// stored as the next number, which rounds to the same.
+// stored as the next number, which rounds to the same. Where there are no second moments (Muon) the
+// flags are bits of their own: bit i % 8 of byte i / 8.
 //
 // Knows addresses and counts; must never know tensors, optimizers or steps. Any thread may call
 // every function here; the caller keeps the memory alive and lets no other thread use it. Numbers
@@ -46,6 +47,16 @@ void round_high(std::uint16_t* high, const std::uint16_t* low, void* flags,
 void join_without_flags(const std::uint16_t* rounded, const std::uint16_t* low,
                         std::uint32_t* weights, std::size_t numel);
 void round_high_without_flags(std::uint16_t* high, std::uint16_t* low, std::size_t numel);
+
+/// Weights of halves whose flags are bits, of which `first` is the first.
+void join_with_bits(const std::uint16_t* rounded, const std::uint16_t* low,
+                    const std::uint8_t* bits, std::size_t first, std::uint32_t* weights,
+                    std::size_t numel);
+
+/// The numbers that weights round to, the low halves, and the flags from bit 0 on. Bits behind the
+/// last flag of its byte are 0.
+void cut_with_bits(const std::uint32_t* weights, std::uint16_t* rounded, std::uint16_t* low,
+                   std::uint8_t* bits, std::size_t numel);
 
 /// Takes the flags out of second moments, which are then as if nothing had been split.
 void clear_flags(void* flags, kernels::Format flag_format, std::size_t numel);

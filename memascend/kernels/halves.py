@@ -3,7 +3,8 @@
 A weight that lies half-way between two bf16 numbers, above an odd one, needs one bit more: a flag
 in the sign of its second moment, which is never negative (`csrc/kernels/halves.hpp`). Joined halves
 are the weight to the bit; of a NaN only that it is one. Beside second moments in codes there are no
-flags: such a weight is stored as the next number.
+flags: such a weight is stored as the next number. Without second moments (Muon) the flags are bits
+of their own.
 
 All tensors are contiguous, on the host and of one length. Callable from any thread; releases the
 GIL.
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
 __all__ = [
     "clear_flags",
     "cut",
+    "cut_with_bits",
+    "flag_bytes",
     "join",
+    "join_with_bits",
     "join_without_flags",
     "round_high",
     "round_high_without_flags",
 ]
 
 _WHOLE, _HIGH, _LOW, _FLAGS = ("float32",), ("bfloat16",), ("int16",), ("float32", "bfloat16")
+_BITS = ("uint8",)
 
 
 def join(
@@ -134,6 +139,68 @@ def round_high_without_flags(high: torch.Tensor, low: torch.Tensor) -> None:
     _check(high=(high, _HIGH), low=(low, _LOW))
     _core.halves_round_high_without_flags(
         high=high.data_ptr(), low=low.data_ptr(), numel=high.numel()
+    )
+
+
+def flag_bytes(numel: int) -> int:
+    """Return the bytes of the flags of so many weights, as bits."""
+    return -(-numel // 8)
+
+
+def join_with_bits(
+    rounded: torch.Tensor,
+    low: torch.Tensor,
+    bits: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    first: int = 0,
+) -> None:
+    """Set weights to what the halves are, with flags that are bits: of i bit i % 8 of byte i // 8.
+
+    Args:
+        rounded: bf16.
+        low: int16.
+        bits: uint8, `flag_bytes` of `first` and all weights.
+        weights: fp32.
+        first: Number of the first weight's flag.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(rounded=(rounded, _HIGH), low=(low, _LOW), weights=(weights, _WHOLE))
+    check_operand("bits", bits, flag_bytes(first + weights.numel()), _BITS)
+    _core.halves_join_with_bits(
+        rounded=rounded.data_ptr(),
+        low=low.data_ptr(),
+        bits=bits.data_ptr(),
+        first=first,
+        weights=weights.data_ptr(),
+        numel=weights.numel(),
+    )
+
+
+def cut_with_bits(
+    weights: torch.Tensor, rounded: torch.Tensor, low: torch.Tensor, bits: torch.Tensor
+) -> None:
+    """Cut weights in two, with flags that are bits.
+
+    Args:
+        weights: fp32.
+        rounded: bf16, set to the weights rounded to nearest even.
+        low: int16, set to the lower bits.
+        bits: uint8, `flag_bytes` of them; set to the flags, those behind the last to 0.
+
+    Raises:
+        ValueError: As in `join`.
+    """
+    _check(weights=(weights, _WHOLE), rounded=(rounded, _HIGH), low=(low, _LOW))
+    check_operand("bits", bits, flag_bytes(weights.numel()), _BITS)
+    _core.halves_cut_with_bits(
+        weights=weights.data_ptr(),
+        rounded=rounded.data_ptr(),
+        low=low.data_ptr(),
+        bits=bits.data_ptr(),
+        numel=weights.numel(),
     )
 
 

@@ -121,6 +121,28 @@ def test_without_flags_a_tie_above_an_odd_half_is_the_next_number() -> None:
     assert_same(found, (bits + is_tie.int()).view(torch.float32))
 
 
+def test_flags_may_be_bits_of_their_own() -> None:
+    weights = every_high_half()[:-3]  # the last byte is not full
+    high, low = (torch.empty(weights.numel(), dtype=d) for d in (torch.bfloat16, torch.int16))
+    bits = torch.empty(halves.flag_bytes(weights.numel()), dtype=torch.uint8)
+    halves.cut_with_bits(weights, high, low, bits)
+    assert_same(high, weights.bfloat16())
+    for first in (0, 1, 4099):
+        found = torch.empty(weights.numel() - first)
+        part = bits[first // 8 :]
+        halves.join_with_bits(high[first:], low[first:], part, found, first=first % 8)
+        assert_same(found, weights[first:])
+
+
+def test_bits_of_another_length_are_refused() -> None:
+    high, low = torch.zeros(9, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int16)
+    weights = torch.zeros(9)
+    with pytest.raises(ValueError, match="bits has 1 elements, others 2"):
+        halves.join_with_bits(high, low, torch.zeros(1, dtype=torch.uint8), weights)
+    with pytest.raises(ValueError, match="bits is of dtype int8"):
+        halves.cut_with_bits(weights, high, low, torch.zeros(2, dtype=torch.int8))
+
+
 def moments(numel: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(numel, generator=generator) * 1e-3

@@ -81,6 +81,34 @@ void test_halves_without_flags() {
   EXPECT(moved > 100);
 }
 
+/// Flags are bits of their own, and joining may begin at any of them.
+void test_bits() {
+  for (std::size_t numel = 0; numel < 70; ++numel) {
+    const std::vector<std::uint32_t> weights = weights_of(numel);
+    std::vector<std::uint16_t> rounded(numel);
+    std::vector<std::uint16_t> low(numel);
+    std::vector<std::uint16_t> high(numel);
+    std::vector<std::uint32_t> flags(numel);
+    std::vector<std::uint8_t> bits((numel + 7) / 8, 0xff);
+    halves::cut_with_bits(weights.data(), rounded.data(), low.data(), bits.data(), numel);
+    halves::cut(weights.data(), high.data(), low.data(), numel);
+    halves::round_high(high.data(), low.data(), flags.data(), Format::kFloat32, numel);
+    EXPECT(rounded == high);
+    for (std::size_t i = 0; i < 8 * bits.size(); ++i) {
+      const bool is_set = (bits[i / 8] >> i % 8 & 1) != 0;
+      EXPECT(is_set == (i < numel && (weights[i] & halves::kTieMask) == halves::kTie));
+    }
+    for (std::size_t first = 0; first <= numel; ++first) {
+      std::vector<std::uint32_t> joined(numel - first);
+      halves::join_with_bits(rounded.data() + first, low.data() + first, bits.data(), first,
+                             joined.data(), numel - first);
+      for (std::size_t i = first; i < numel; ++i) {
+        EXPECT(is_nan(weights[i]) ? is_nan(joined[i - first]) : joined[i - first] == weights[i]);
+      }
+    }
+  }
+}
+
 void test_flags_are_of_two_formats() {
   std::uint16_t flag = 0;
   bool is_refused = false;
@@ -98,6 +126,7 @@ int main() {
   test_every_length<std::uint32_t>(Format::kFloat32);
   test_every_length<std::uint16_t>(Format::kBfloat16);
   test_halves_without_flags();
+  test_bits();
   test_flags_are_of_two_formats();
   return 0;
 }
