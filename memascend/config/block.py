@@ -116,7 +116,8 @@ class OptimizerStreamConfig(Section):
     )
     state_dtype: Literal["fp32", "bf16", "int8", "int8/bf16"] = Field(
         "fp32",
-        description="form of Adam's two moments on the drive, and losses that differ from fp32. "
+        description="form of Adam's two moments on the drive (int8: of Muon's momentum, too), and "
+        "losses that differ from fp32. "
         "bf16: 8 bytes less traffic per parameter in a step. int8: codes of 8 bits, 12 bytes less; "
         "int8/bf16: the second one in bf16, 10 less",
     )

@@ -6,6 +6,7 @@ resident later have been on the drive before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from memascend.base.sizes import ACTIVATIONS_BYTES
@@ -72,7 +73,9 @@ def _key_bytes(
             if request.splits_master:
                 sizes.append((numel * request.param_itemsize, high_halves))
             if is_matrix:
-                sizes.append((numel * request.momentum_itemsize, 1))
+                momentum, scales = divmod(request.momentum_itemsize, 1)
+                kinds = (momentum, scales, request.flag_itemsize)
+                sizes += [(math.ceil(numel * itemsize), 1) for itemsize in kinds]
             else:
                 sizes += [(nbytes, values) for nbytes in request.states_keys(numel)]
     exact = sum(nbytes * count for nbytes, count in sizes)

@@ -227,8 +227,11 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
 
 
 def _saved_by_momentum(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the bytes that Muon's momentum takes less than the states of other parameters."""
-    saved_itemsize = request.states_bytes - request.momentum_itemsize
+    """Return the bytes that Muon's momentum takes less than the states of other parameters.
+
+    Flags of matrices count as states.
+    """
+    saved_itemsize = request.states_bytes - request.momentum_itemsize - request.flag_itemsize
     on_drive = request.optimizer_device == "nvme"
     return int(matrices_numel(shapes, request) * saved_itemsize) if on_drive else 0
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
+from memascend.plan.optimizers import is_muon
 
 FP32, BF16, FP16 = "fp32", "bf16", "fp16"
 #: Moments in codes of 8 bits; the second one in bf16.
@@ -126,7 +127,17 @@ def check_fewer(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     if found:
         raise refusal_of_fewer(fewer, found, remedy)
     if block.streaming.optimizer.master_dtype == BF16_8:
+        if is_muon(settings.optimizer.type):
+            raise refusal_of_muon()
         _check_parameters(settings)
+
+
+def refusal_of_muon() -> ConfigError:
+    """Return the error for master weights of 24 bits with Muon."""
+    return ConfigError(
+        f'memascend.streaming.optimizer.master_dtype="{BF16_8}" is for Adam: with Muon, whose '
+        "updates are small beside its weights, 24 bits have not been tried. Leave master_dtype out"
+    )
 
 
 def _check_parameters(settings: DeepSpeedSettings) -> None:
@@ -169,10 +180,13 @@ def refusal_of_quantized(optimizer: str) -> ConfigError | None:
 
 
 def why_not_cpu_adam(settings: DeepSpeedSettings) -> tuple[str, str]:
-    """Return (setting that prevents DeepSpeedCPUAdam, remedy); both empty if none does."""
+    """Return (setting that prevents DeepSpeedCPUAdam, remedy); both empty if none does.
+
+    Muon has one for its other parameters.
+    """
     name = settings.optimizer.type
-    if name.lower() not in _OPTIMIZERS:
-        return f"optimizer.type is {name!r}", 'Set it to "AdamW" or "Adam"'
+    if name.lower() not in _OPTIMIZERS and not is_muon(name):
+        return f"optimizer.type is {name!r}", 'Set it to "AdamW", "Adam" or "Muon"'
     if settings.adam.torch_adam:
         return "optimizer.params.torch_adam is true, which is torch's", "Take it out"
     return "", ""

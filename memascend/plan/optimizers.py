@@ -26,7 +26,9 @@ class OptimizerKind:
     start: tuple[str, ...] = ()
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Adam's first moment.
+FIRST_MOMENT = "exp_avg"
+_MOMENTS = (FIRST_MOMENT, "exp_avg_sq")
 #: Muon's state, which tiles do not have; its other parameters have Adam's.
 MOMENTUM = "momentum_buffer"
 #: By name in a DeepSpeed JSON, or name of the class, in lower case.

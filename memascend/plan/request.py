@@ -67,7 +67,7 @@ class PlanRequest:
     master_dtype: str = FP32  # dtype of master weights
     state_dtype: str = FP32  # dtype of each state
     #: Whether a master weight is stored as what its bf16 parameter lacks, if there is one on the
-    #: drive. Only DeepSpeedCPUAdam in one pass can.
+    #: drive. Only optimizers that are stepped in one pass can.
     wants_split_master: bool = True
     low_itemsize: int = 2  # bytes of that
     optimizer: str = Optimizer().type  # its name in the DeepSpeed JSON, or the name of its class
@@ -158,12 +158,17 @@ class PlanRequest:
         devices = {self.parameters_device, self.optimizer_device}
         # A script may change parameters in host memory unseen.
         is_on_drive = devices == {"nvme"} and not self.max_in_cpu
-        return self.wants_split_master and is_bf16 and is_on_drive and not self.is_muon
+        return self.wants_split_master and is_bf16 and is_on_drive
 
     @property
     def stored_master_itemsize(self) -> int:
         """Bytes of a master weight on the drive, without those of a parameter."""
         return self.low_itemsize if self.splits_master else self.master_itemsize
+
+    @property
+    def flag_itemsize(self) -> float:
+        """Bytes of a flag of Muon's matrices, whose master weights are in halves; exact."""
+        return 1 / 8 if self.splits_master and self.state_dtype != INT8 else 0
 
     @property
     def window(self) -> WindowBytes:
@@ -211,8 +216,10 @@ class PlanRequest:
         return is_muon(self.optimizer)
 
     @property
-    def momentum_itemsize(self) -> int:
-        """Bytes of an element of Muon's momentum."""
+    def momentum_itemsize(self) -> float:
+        """Bytes of an element of Muon's momentum, with its part of a scale; exact."""
+        if self.state_dtype in _CODED:
+            return 1 + SCALE_BYTES / SCALE_NUMEL
         return min(ITEMSIZES[self.arriving_dtype or self.precision], self.gradient_itemsize)
 
     @property
@@ -362,6 +369,8 @@ def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings)
     """Return why `during_backward` is not false but has no effect, as far as the JSON shows it."""
     if not block.streaming.optimizer.during_backward:
         return ""
+    if is_muon(settings.optimizer.type):
+        return "Muon's updates are made when all gradients are there"
     if not _steps_in_one_pass(block, settings):
         return (
             "it needs parameters and optimizer on the drive, all streams on, and DeepSpeedCPUAdam "

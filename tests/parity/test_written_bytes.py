@@ -57,6 +57,8 @@ def test_a_step_of_muon_moves_what_the_plan_says(bench: Bench, clipping: float) 
     )
     plan = derive(from_module(models.maker(case.family)()), request=request)
     assert plan.updates_bytes > 0
-    assert read == pytest.approx(sum(plan.read_bytes.values()), rel=0.05)
+    # Forward of so small a model waits for the walk, which hands all new parameters over.
+    planned_read = sum(plan.read_bytes.values()) - plan.handed_over_bytes
+    assert read == pytest.approx(planned_read, rel=0.05)
     assert written == pytest.approx(sum(plan.written_bytes.values()), rel=0.05)
     assert on_drive == pytest.approx(sum(plan.drive.values()), rel=0.05)

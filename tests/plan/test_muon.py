@@ -92,19 +92,33 @@ MATRICES = ModelShapes(
 )
 
 
-def test_a_step_of_matrices_moves_fourteen_bytes_in_and_twelve_out() -> None:
-    plan = derive(MATRICES, request=PlanRequest(optimizer="Muon", reuse_numel=0))
-    numel = MATRICES.numel
-    kept = plan.read_bytes["parameters"] / numel  # of two passes: what slots still hold is not read
-    assert kept <= 4
+@pytest.mark.parametrize(
+    ("changes", "weights", "momentum"),
+    [
+        ({}, 2 + 1 / 8, 2),  # low halves and flags
+        ({"wants_split_master": False}, 4, 2),
+        ({"state_dtype": "int8"}, 2, 1 + 4 / 128),  # a scale for 128 codes, and no flags
+        ({"state_dtype": "int8/bf16"}, 2 + 1 / 8, 1 + 4 / 128),
+    ],
+    ids=str,
+)
+def test_a_step_of_matrices_moves_gradient_update_momentum_and_weights(
+    changes: dict[str, Any], weights: float, momentum: float
+) -> None:
+    request = PlanRequest(optimizer="Muon", reuse_numel=0, **changes)
+    plan, numel = derive(MATRICES, request=request), MATRICES.numel
+    halves = 2 * request.splits_master
+    # Of two passes: what slots still hold is not read.
+    assert plan.read_bytes["parameters"] / numel <= 4 + halves
     others = {name: nbytes for name, nbytes in plan.read_bytes.items() if name != "parameters"}
-    assert sum(others.values()) == 10 * numel  # gradient, momentum and update, weights of 4
-    assert sum(plan.written_bytes.values()) == 12 * numel
-    assert sum(plan.drive.values()) == 12 * numel
+    stored = 4 + momentum + weights  # gradient and update
+    assert sum(others.values()) == stored * numel
+    assert sum(plan.written_bytes.values()) == (stored + 2) * numel
+    assert sum(plan.drive.values()) == (stored + 2) * numel
     assert plan.updates_bytes == 2 * numel
     assert plan.passes_written_bytes == 2 * numel
     before, after = optimizer_parts(plan, plan.read_bytes["gradients"])
-    assert before.written + after.written == 10 * numel
+    assert before.written + after.written == stored * numel
 
 
 def test_host_memory_under_a_limit_does_not_grow_with_the_layers() -> None:

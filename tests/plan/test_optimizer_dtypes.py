@@ -185,7 +185,15 @@ def test_deepspeeds_own_engine_does_not_do() -> None:
         {"optimizer": {"type": "Adam"}},
         {"optimizer": {"type": "adamw", "params": {"torch_adam": False}}},
         {"optimizer": {"type": "auto"}},
+        {"optimizer": {"type": "Muon"}},
     ],
 )
-def test_adam_may_have_bf16_states(keys: dict[str, Any]) -> None:
+def test_adam_and_muon_may_have_bf16_states(keys: dict[str, Any]) -> None:
     check(BF16_BLOCK, **keys)
+
+
+def test_muon_has_no_master_weights_of_24_bits() -> None:
+    muon = {"optimizer": {"type": "Muon"}, "bf16": {"enabled": True}}
+    check({"streaming": {"optimizer": {"state_dtype": "int8"}}}, **muon)
+    with pytest.raises(ConfigError, match="Leave master_dtype out"):
+        check({"streaming": {"optimizer": {"master_dtype": "bf16+8"}}}, **muon)

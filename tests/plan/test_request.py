@@ -239,11 +239,16 @@ def test_momentum_that_stays_in_memory_is_such_a_reason() -> None:
         check_limit_can_be_kept(parse_block({"host_memory_limit": "1GiB"}), settings)
 
 
-def test_muon_keeps_whole_master_weights_and_steps_in_tiles() -> None:
+def test_muon_steps_in_tiles_and_never_during_backward() -> None:
     request = PlanRequest.from_deepspeed(on_drive(optimizer={"type": "Muon"}))
     assert (request.is_muon, request.is_tiled, request.has_known_start) == (True, True, True)
-    assert (request.splits_master, request.overlaps, request.may_begin_early) == (False,) * 3
+    assert (request.overlaps, request.may_begin_early) == (True, False)
+    assert not request.splits_master  # in fp32
+    in_bf16 = on_drive(optimizer={"type": "Muon"}, bf16={"enabled": True})
+    assert PlanRequest.from_deepspeed(in_bf16).splits_master
     assert PlanRequest(optimizer="Muon").momentum_itemsize == 2
+    assert PlanRequest(optimizer="Muon").flag_itemsize == 1 / 8
+    assert PlanRequest(optimizer="Muon", state_dtype="int8").flag_itemsize == 0
     wide = PlanRequest(optimizer="Muon", accumulation_dtype="fp32", arriving_dtype="fp32")
     assert wide.momentum_itemsize == 4
 

@@ -59,6 +59,7 @@ class Training:
         split: bool = False,
         low_bits: LowBits = LowBits.FLAGGED,
         moments: Mapping[str, torch.dtype] | None = None,
+        apart: Mapping[str, torch.dtype] | None = None,
         slots: Mapping[str, int] | None = None,
     ) -> None:
         self.device = device
@@ -83,6 +84,7 @@ class Training:
         )
         self.tiles = tiles
         self.groups = SubGroups(store=self.store, slots=self.slots, tiles=tiles)
+        self.groups.apart = apart or {}
         self.current = Step()
         self.stream = OptimizerStream(
             groups=self.groups, tiles=tiles, gradient_stream=self.gradient_stream

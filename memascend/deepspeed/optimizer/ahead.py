@@ -33,6 +33,7 @@ from memascend.base.sizes import LEFT_ONE_OF
 from memascend.base.units import format_nbytes
 from memascend.config.environment import local_world_size
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
+from memascend.deepspeed.optimizer.fused_muon import FusedMuon
 from memascend.deepspeed.optimizer.guess import Guess
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.worth import Worth
@@ -406,12 +407,18 @@ AheadOfStep = NothingAhead | DuringBackward
 
 
 def is_never_early(
-    upstream: Upstream, runtime: Runtime, fused: FusedAdam | OwnSteps, *, streams_gradients: bool
+    upstream: Upstream,
+    runtime: Runtime,
+    fused: FusedAdam | FusedMuon | OwnSteps,
+    *,
+    streams_gradients: bool,
 ) -> bool:
     """Return whether a run cannot step tiles early; log the reason."""
     is_demanded = runtime.config.streaming.optimizer.during_backward is True
     reason, level = "", logging.WARNING if is_demanded else logging.DEBUG
-    if not fused.is_fused:
+    if isinstance(fused, FusedMuon):
+        reason = "Muon's updates are made when all gradients are there"
+    elif not fused.is_fused:
         name = type(upstream.base).__name__
         reason = f"{name} does not step in one pass (streaming.optimizer.fused)"
     elif not streams_gradients or upstream.parameter_swapper is None:

@@ -133,6 +133,10 @@ class FusedAdam:
         """Follow one call of the operator that was made elsewhere."""
         self._powers.advance(step, betas)
 
+    def fuses(self, group: Mapping[str, Any]) -> bool:
+        """Return whether steps of a parameter group may be fused."""
+        return self.is_fused
+
     def updates(self, sub_groups: Sequence[Inputs]) -> list[FusedUpdate | None]:
         """Return the update of each sub-group's tiles in one step.
 
@@ -251,6 +255,10 @@ class OwnSteps:
 
     def advance(self, step: int, betas: tuple[float, float]) -> None:
         """Do nothing: there are no running powers."""
+
+    def fuses(self, group: Mapping[str, Any]) -> bool:
+        """Return that no step is fused."""
+        return False
 
     def updates(self, sub_groups: Sequence[Inputs]) -> list[FusedUpdate | None]:
         """Return no update."""

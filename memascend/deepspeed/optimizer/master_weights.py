@@ -10,15 +10,17 @@ good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
 from memascend.base.progress import byte_progress
 from memascend.config.block import OptimizerStreamConfig
-from memascend.deepspeed.optimizer.fused_adam import FLAG_STATE
+from memascend.deepspeed.optimizer.fused_adam import FLAG_STATE, FusedAdam, OwnSteps
+from memascend.deepspeed.optimizer.fused_muon import FusedMuon
 from memascend.deepspeed.optimizer.upstream import Original, Upstream
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
@@ -29,11 +31,25 @@ from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.sub_groups import SubGroups
 
 
-def low_bits(section: OptimizerStreamConfig) -> LowBits:
-    """Return the form of master weights beside bf16 parameters that a block asks for."""
+def low_bits(
+    section: OptimizerStreamConfig,
+    fused: FusedAdam | FusedMuon | OwnSteps,
+    group: Mapping[str, Any],
+) -> LowBits | None:
+    """Return the form of master weights beside bf16 parameters; None: they are whole.
+
+    Args:
+        section: The block's.
+        fused: The optimizer's fused steps.
+        group: Hyperparameters of the sub-group.
+    """
+    if not section.split_master or not fused.fuses(group):
+        return None
     if section.master_dtype == BF16_8:
         return LowBits.REMAINDERS
-    return LowBits.UNFLAGGED if section.state_dtype == INT8 else LowBits.FLAGGED
+    if section.state_dtype == INT8:
+        return LowBits.UNFLAGGED
+    return LowBits.BITS if group.get("use_muon") else LowBits.FLAGGED
 
 
 class MasterWeights:
@@ -44,8 +60,7 @@ class MasterWeights:
         upstream: Upstream,
         groups: SubGroups,
         *,
-        may_split: bool,
-        low_bits: LowBits,
+        low_bits: Callable[[Mapping[str, Any]], LowBits | None],
         at_rest: Callable[[Callable[[], object]], None],
     ) -> None:
         """Start without sub-groups.
@@ -53,12 +68,11 @@ class MasterWeights:
         Args:
             upstream: The optimizer.
             groups: Holds the master weights.
-            may_split: Whether steps are fused, and low bits are wanted.
-            low_bits: Form of these.
+            low_bits: Returns the form of low bits for the hyperparameters of a sub-group; None:
+                none are wanted, or steps are not fused.
             at_rest: Calls its argument when neither a step nor a tile is under way.
         """
         self._upstream, self._groups = upstream, groups
-        self._may_split = may_split and upstream.master_dtype == torch.float32
         self._low_bits = low_bits
         self._at_rest = at_rest
         self._owner_of: dict[str, str] = {}  # key of a parameter: its sub-group
@@ -71,7 +85,9 @@ class MasterWeights:
         DeepSpeed allocates a buffer of a whole sub-group, which stays unused.
         """
         numels = self._upstream.numels
-        written = 0 if self._may_split else sum(numels)
+        written = sum(
+            numel for number, numel in enumerate(numels) if self._low_bits_of(number) is None
+        )
         nbytes = written * self._upstream.master_dtype.itemsize
         leads = dist.get_rank() == 0 and nbytes > 0
         with (
@@ -85,15 +101,16 @@ class MasterWeights:
         upstream = self._upstream
         name, numel = upstream.masters[number].ds_id, upstream.numels[number]
         members = upstream.members(number)
-        if not self._can_split(members, numel):
+        low_bits = self._low_bits_of(number)
+        if low_bits is None or not _can_split(members, numel):
             self._groups.create(name, numel, members, self._advance)
             return
         self._groups.create_split(
             name,
             numel,
             members,
-            low_bits=self._low_bits,
-            flag_state=FLAG_STATE if self._low_bits.has_flags else "",
+            low_bits=low_bits,
+            flag_state=FLAG_STATE if low_bits is LowBits.FLAGGED else "",
         )
         for member, param in zip(members, upstream.params[number], strict=True):
             assert member.key is not None
@@ -102,16 +119,11 @@ class MasterWeights:
             assert swapper is not None
             swapper.watch_changes(self.keep_high, self.is_fixed)
 
-    def _can_split(self, members: Sequence[Member], numel: int) -> bool:
-        """Return whether all values of a sub-group are bf16 on the drive.
-
-        A script may change those in memory without a call.
-        """
-        return (
-            self._may_split
-            and all(one.key is not None and one.dtype == HIGH_DTYPE for one in members)
-            and sum(one.numel for one in members) == numel
-        )
+    def _low_bits_of(self, number: int) -> LowBits | None:
+        """Return the form of a sub-group's low bits, if its parameters may be split."""
+        if self._upstream.master_dtype != torch.float32:
+            return None
+        return self._low_bits(self._upstream.hyperparameters(number))
 
     def keep_high(self, keys: Collection[str]) -> None:
         """Store the high halves of weights whose parameters, of these keys, are about to change.
@@ -143,3 +155,14 @@ class MasterWeights:
         """Discard all; parameters may change then."""
         self._owner_of.clear()
         self._groups.discard()
+
+
+def _can_split(members: Sequence[Member], numel: int) -> bool:
+    """Return whether all values of a sub-group are bf16 on the drive.
+
+    A script may change those in memory without a call.
+    """
+    return (
+        all(one.key is not None and one.dtype == HIGH_DTYPE for one in members)
+        and sum(one.numel for one in members) == numel
+    )

@@ -17,7 +17,7 @@ import torch
 
 from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.plan.optimizers import MOMENTUM
+from memascend.plan.optimizers import FIRST_MOMENT, MOMENTUM
 from memascend.runtime import Runtime
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
 
@@ -43,11 +43,11 @@ class MuonUpdates:
                 which they are.
         """
         self._upstream, self._runtime = upstream, runtime
-        #: Dtype in which momentum is stored.
-        self.momentum_dtype = _narrower(
+        #: Dtype in which momentum is stored: that of codes if Adam's first moments are in codes.
+        self.momentum_dtype = runtime.optimizer.tiles.shape.moments.get(FIRST_MOMENT) or _narrower(
             upstream.accumulation_dtype, communicated or upstream.reduction_dtype
         )
-        runtime.optimizer.groups.apart = frozenset({MOMENTUM})
+        runtime.optimizer.groups.apart = {MOMENTUM: self.momentum_dtype}
         self._stream = MatrixStream(
             groups=runtime.optimizer.groups,
             gradient_stream=runtime.gradients,

@@ -143,8 +143,8 @@ def _as_kept(
 ) -> list[LoadedTensor]:
     """Return the tensors, with Adam's moments converted to this run's dtype while they are read.
 
-    Moments in codes are in fp32 in files, and are encoded when they are stored. Muon's momentum has
-    values of its narrower dtype already.
+    Those in codes are in fp32 in files, and are encoded when they are stored. Muon's momentum, if
+    it is not, has values of its narrower dtype already.
     """
     base, kept = upstream.base, {}
     if _cpu_adam(base) is not None:
@@ -159,7 +159,8 @@ def _as_kept(
         if tensor.dtype != wanted.get(tensor.state, tensor.dtype)
     }
     if steps.momentum_dtype is not None:
-        wanted[MOMENTUM] = steps.momentum_dtype
+        is_coded = is_code(steps.momentum_dtype)
+        wanted[MOMENTUM] = torch.float32 if is_coded else steps.momentum_dtype
     if changes and dist.get_rank() == 0:
         log.info(
             "memascend: Adam's moments are in another dtype in the checkpoint than in this run. "

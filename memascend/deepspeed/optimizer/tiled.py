@@ -31,10 +31,11 @@ from memascend.deepspeed.optimizer.ahead import (
     check_gradients,
     is_never_early,
 )
-from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
+from memascend.deepspeed.optimizer.fused_muon import FusedMuon, fused_steps
 from memascend.deepspeed.optimizer.locked import locked, with_lock
 from memascend.deepspeed.optimizer.master_weights import MasterWeights, low_bits
-from memascend.deepspeed.optimizer.muon import MuonUpdates
+from memascend.deepspeed.optimizer.muon import MuonUpdates, uses_muon
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.optimizer.tile_shape import tile_shape
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, ReadBytes, Upstream
@@ -86,7 +87,7 @@ class TiledSteps:
         #: The step that collects gradients, or the last one until the next gradient arrives.
         self.current = Step()
         self.values = TiledValues(upstream, attach, self)
-        self._fused: FusedAdam | OwnSteps = OwnSteps()
+        self._fused: FusedAdam | FusedMuon | OwnSteps = OwnSteps()
         # Work ahead of the coming step: tiles are stepped during backward, or only read.
         self._ahead: AheadOfStep = NothingAhead()
         self._masters: MasterWeights | None = None
@@ -131,7 +132,7 @@ class TiledSteps:
                 type(upstream.base).__name__,
                 format_nbytes(tiles.nbytes),
             )
-        self._fused = fused_adam(
+        self._fused = fused_steps(
             upstream.base,
             tiles.shape,
             dist.get_rank() if fewer else 0,
@@ -145,8 +146,7 @@ class TiledSteps:
         self._masters = MasterWeights(
             upstream,
             stream.groups,
-            may_split=self._fused.is_fused and section.split_master,
-            low_bits=low_bits(section),
+            low_bits=functools.partial(low_bits, section, self._fused),
             at_rest=self._at_rest,
         )
         upstream.state_swapper = StreamedSwapper(
@@ -350,8 +350,9 @@ class TiledSteps:
             members=self._upstream.members(number),
             fused=fused,
         )
-        if fused is not None:
-            original()  # has no gradients, so it steps nothing; schedulers count the calls
+        if fused is not None and (not self._muon or uses_muon(self._upstream.params[number])):
+            # Steps nothing, without gradients; schedulers count it. Muon's Adam would step zeros.
+            original()
         if current.in_background:
             current.queue[step.name] = functools.partial(self._stream.step, step)
         else:

@@ -183,9 +183,9 @@ class TiledValues:
         dtype = flat.dtype
         if state is not None:
             # The wider dtype, since DeepSpeed gathers states in fp32; but Muon's momentum as it is.
-            stored = self._upstream.base.state[flat][state].dtype
-            is_apart = state in self._groups.group(flat.ds_id).apart
-            dtype = stored if is_apart else torch.promote_types(stored, dtype)
+            group = self._groups.group(flat.ds_id)
+            stored = group.read_dtypes[state]
+            dtype = stored if state in group.apart else torch.promote_types(stored, dtype)
         value = torch.empty(numel, dtype=dtype)
         with self.runtime.lock:
             self._groups.get(flat.ds_id, offset, value, state=state)

@@ -26,6 +26,7 @@ from memascend.plan.knobs import (
     STAGING_SLOT_BYTES_MIN,
     LimitTooSmallError,
 )
+from memascend.plan.optimizers import is_muon
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
 from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
@@ -123,6 +124,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     base = optimizer.base
     kind, elementwise = type(base), is_elementwise(base)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
+    is_fused = is_cpu_adam or (elementwise and is_muon(kind.__name__))
     request = PlanRequest.from_deepspeed(
         settings, block=config, world=dist.get_world_size(), local_world=local_world_size()
     )
@@ -144,8 +146,8 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         during_backward=request.during_backward and is_cpu_adam,
         tries_during_backward=request.tries_during_backward and is_cpu_adam,
         guesses=optimizer.norm_max > 0,
-        overlaps=request.overlaps and is_cpu_adam,
-        wants_split_master=request.wants_split_master and is_cpu_adam,
+        overlaps=request.overlaps and is_fused,
+        wants_split_master=request.wants_split_master and is_fused,
     )
 
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from memascend.base.interfaces import TensorIO, Ticket
+from memascend.kernels.halves import flag_bytes
 from memascend.streaming.optimizer.low_bits import HIGH_DTYPE, LowBits
 from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
@@ -37,9 +38,9 @@ class HalfKeys:
         low_bits: Form of the low bits.
         low: Key of these; None while all are zero.
         high: Returns the runs of the high halves of (first element, elements).
-        flags: Key of the second moments whose signs are flags; None if the high halves were cut
-            off, or no flag is set.
-        flag_dtype: Dtype of these.
+        flags: Key of the second moments whose signs are flags, or of bits; None if the high halves
+            were cut off, or no flag is set.
+        flag_dtype: Dtype of these; uint8 of bits.
     """
 
     low_bits: LowBits
@@ -47,6 +48,13 @@ class HalfKeys:
     high: Callable[[int, int], Iterable[Run]]
     flags: str | None
     flag_dtype: torch.dtype
+
+    def flag_place(self, begin: int, numel: int) -> tuple[int, int, int]:
+        """Return (offset in bytes, elements, first bit in them) of the flags of a range."""
+        if self.low_bits is not LowBits.BITS:
+            return begin * self.flag_dtype.itemsize, numel, 0
+        first_byte, first_bit = divmod(begin, 8)
+        return first_byte, flag_bytes(first_bit + numel), first_bit
 
 
 def _numel_of(slot_bytes: int) -> int:
@@ -67,8 +75,8 @@ class _Chunk:
         self.weights = slot[8 * room : 8 * room + 4 * numel].view(torch.float32)
         self.transfers: Pending[Ticket] = Pending()
 
-    def flags(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._flags[: self.numel * dtype.itemsize].view(dtype)
+    def flags(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self._flags[: numel * dtype.itemsize].view(dtype)
 
     def add(self, ticket: Ticket) -> None:
         self.transfers.add(ticket, ticket)
@@ -183,14 +191,17 @@ class Halves:
             target = chunk.high.narrow(0, first, count)
             chunk.add(read(key=key, target=target, offset_bytes=offset))
         if keys.flags is not None:
-            flags = chunk.flags(keys.flag_dtype)
-            offset = begin * keys.flag_dtype.itemsize
+            offset, count, _ = keys.flag_place(begin, chunk.numel)
+            flags = chunk.flags(keys.flag_dtype, count)
             chunk.add(read(key=keys.flags, target=flags, offset_bytes=offset))
 
     def _join(self, keys: HalfKeys, chunk: _Chunk) -> _Chunk:
         chunk.transfers.wait()
-        flags = None if keys.flags is None else chunk.flags(keys.flag_dtype)
-        keys.low_bits.join(chunk.high, chunk.low, flags, chunk.weights)
+        flags = None
+        _, count, first_flag = keys.flag_place(chunk.begin, chunk.numel)
+        if keys.flags is not None:
+            flags = chunk.flags(keys.flag_dtype, count)
+        keys.low_bits.join(chunk.high, chunk.low, flags, chunk.weights, first_flag=first_flag)
         return chunk
 
     def _write(self, chunk: _Chunk, parts: Sequence[tuple[str, torch.Tensor]], begin: int) -> None:
@@ -201,7 +212,8 @@ class Halves:
             )
 
     def _write_rounded(self, chunk: _Chunk, runs: Iterable[Run]) -> None:
-        values = chunk.flags(HIGH_DTYPE).copy_(chunk.weights)  # no flag is read or written
+        # No flag is read or written.
+        values = chunk.flags(HIGH_DTYPE, chunk.numel).copy_(chunk.weights)
         for key, offset, count, first in runs:
             part = values.narrow(0, first, count)
             chunk.add(self._store.write(key=key, source=part, offset_bytes=offset, hold=chunk.slot))

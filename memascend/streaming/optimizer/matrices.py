@@ -50,7 +50,7 @@ class _Coming:
     part: MatrixPart
     shard: GradientShard | None  # its stored gradient; None: zeros
     gradient: torch.Tensor | None  # 1-D, as it is stored
-    momentum: torch.Tensor  # 1-D, as it is stored
+    momentum: torch.Tensor  # 1-D, as it is stored; in fp32 of codes
     free: Event | None  # passes when earlier users of this memory are done
     filled: Event | None = None
 
@@ -98,7 +98,7 @@ class MatrixStream:
         Call it before the update of the present matrix is launched: the memory may be filled once
         the work launched so far is done.
         """
-        stored = self._groups.group(part.group).states[self._state]
+        stored = self._groups.group(part.group).read_dtypes[self._state]
         nbytes = part.numel * (self._dtype.itemsize + stored.itemsize)
         if not self._has_memory or not self._on_device.grant(nbytes):
             return
@@ -165,7 +165,7 @@ class MatrixStream:
         shard, gradient = self._shard(part), None
         if shard is not None and shard.seen is not None:
             gradient = self._empty(shard.seen.numel, shard.seen.dtype)
-        stored = self._groups.group(part.group).states[self._state]
+        stored = self._groups.group(part.group).read_dtypes[self._state]
         momentum = self._empty(part.numel, stored)
         return _Coming(part, shard, gradient, momentum, event_here(self._device.new_event))
 
@@ -209,6 +209,9 @@ class MatrixStream:
         self._gradient_stream.set(part.group, part.offset, update)
         group = self._groups.group(part.group)
         stored = group.states[self._state]
+        if group.is_coded(self._state):
+            self._groups.set(part.group, part.offset, momentum, state=self._state)
+            return
         self._slots.write(
             key=group.key(self._state),
             source=momentum,
@@ -223,9 +226,14 @@ class MatrixStream:
     def stream(self, group: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the bytes of a sub-group's momentum in order, cast to `dtype`, each until the next.
 
+        Codes are in fp32, so that they can be encoded again without loss.
+
         Raises:
             StoreError: A read failed.
         """
+        if self._groups.group(group).is_coded(self._state):
+            yield from self._groups.stream(group, self._state)
+            return
         numel = self._groups.group(group).numel
         for begin, count in self._slots.chunks(numel, dtype.itemsize):
             staged = self._slots.take(count, dtype)

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 
 from memascend.errors import StoreError
+from memascend.kernels.halves import flag_bytes
 from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.sub_group import SCALES, MasterForm, SubGroup
+from memascend.streaming.optimizer.sub_group import FLAGS, SCALES, MasterForm, SubGroup
 from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tile_memory import Tile, TileMemory
 
@@ -160,9 +161,9 @@ class TilePrefetch:
                 block.fill_(group.fills[name])
             else:
                 self._tiles.read(tile, group.key(name), block)
-        if SCALES in group.fills:
+        if group.tile_scales and SCALES in group.fills:
             self._tiles.scales(tile).fill_(group.fills[SCALES])
-        elif group.coded:
+        elif group.tile_scales:
             self._tiles.read_scales(tile, group.key(SCALES))
         return tile
 
@@ -175,6 +176,10 @@ class TilePrefetch:
             low.fill_(int(group.fills[None]))
         else:
             self._tiles.read(tile, group.key(), low)
+        if group.form is MasterForm.ROUNDED and FLAGS in group.fills:
+            tile.flags.fill_(int(group.fills[FLAGS]))
+        elif group.form is MasterForm.ROUNDED and group.has_bits:
+            self._tiles.read_part(tile, group.key(FLAGS), tile.flags, flag_bytes(tile.begin))
         for key, offset_bytes, count, first in group.high_runs(tile.begin, tile.numel):
             self._tiles.read_part(tile, key, tile.high.narrow(0, first, count), offset_bytes)
 

@@ -21,18 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from memascend.kernels.halves import clear_flags, round_high
+from memascend.kernels.halves import clear_flags, flag_bytes, round_high
 from memascend.memory.pool import Lease
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.hand_over import HandOver
 from memascend.streaming.optimizer.prefetch import TilePrefetch
 from memascend.streaming.optimizer.step import Step
-from memascend.streaming.optimizer.sub_group import SCALES, MasterForm, Member, State, SubGroup
+from memascend.streaming.optimizer.sub_group import (
+    FLAGS,
+    SCALES,
+    MasterForm,
+    Member,
+    State,
+    SubGroup,
+)
 from memascend.streaming.optimizer.sub_group_step import (
     EarlyStep,
     FusedUpdate,
@@ -278,7 +286,11 @@ class OptimizerStream:
         if not makes_states:
             self._point_states(tile, group, values)
         fused = None if makes_states else step.fused
-        if fused is not None:
+        if fused is not None and group.steps_updates:
+            update = self._convert_gradient(tile, step.factor)
+            self._step.note_change()
+            self._step_by_update(tile, group, partial(_apply, fused, values), update)
+        elif fused is not None:
             gradient, factor = self._gradient(tile, step.factor)
             self._step.note_change()
             self._step_fused(tile, group, fused, values, gradient, factor)
@@ -294,7 +306,8 @@ class OptimizerStream:
             step.update()
             self._collect_states(tile, group, step.states[step.parameter])
         early = step.name in self._step.early
-        self._write_back(tile, group, step.members, is_cast=fused is not None, early=early)
+        is_cast = fused is not None and (group.is_split or not group.steps_updates)
+        self._write_back(tile, group, step.members, is_cast=is_cast, early=early)
 
     def _step_fused(
         self,
@@ -320,6 +333,31 @@ class OptimizerStream:
             scales=self.tiles.scales(tile) if group.coded else None,
             output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
         )
+
+    def _step_by_update(
+        self,
+        tile: Tile,
+        group: SubGroup,
+        apply: Callable[[torch.Tensor, torch.Tensor], None],
+        update: torch.Tensor,
+    ) -> None:
+        """Step a tile with `apply`, which changes weights by updates, both in whole fp32 numbers.
+
+        Weights in halves are joined in the tile's own memory, some after the other.
+        """
+        if not group.is_split:
+            apply(tile.master.narrow(0, 0, tile.numel), update)
+            return
+        high, low, flags, room = tile.high, tile.low(group.low_bits.dtype), tile.flags, tile.joined
+        for first in range(0, tile.numel, room.numel()):
+            count = min(room.numel(), tile.numel - first)
+            weight = room.narrow(0, 0, count)
+            parts = high.narrow(0, first, count), low.narrow(0, first, count)
+            bits = flags.narrow(0, flag_bytes(first), flag_bytes(count))
+            read_flags = bits if group.has_bits and group.form is MasterForm.ROUNDED else None
+            group.low_bits.join(*parts, read_flags, weight)
+            apply(weight, update.narrow(0, first, count))
+            group.low_bits.cut_rounded(weight, *parts, bits)
 
     def _gradient(self, tile: Tile, factor: Factor) -> tuple[torch.Tensor, float]:
         """Return a tile's gradient and its factor: as stored if it is complete, else converted."""
@@ -360,7 +398,10 @@ class OptimizerStream:
         self.tiles.write(tile, key_of(group.key()), master)
         for number, (name, dtype) in enumerate(group.tile_states.items()):
             self.tiles.write(tile, key_of(group.key(name)), self.tiles.state(tile, number, dtype))
-        if group.coded:
+        if group.has_bits:
+            key = key_of(group.key(FLAGS))
+            self.tiles.write_part(tile, key, tile.flags, flag_bytes(tile.begin))
+        if group.tile_scales:
             self.tiles.write_scales(tile, key_of(group.key(SCALES)))
         self._give_to_members(tile, members, is_cast=is_cast, early=early)
 
@@ -392,3 +433,16 @@ class OptimizerStream:
             self.tiles.write_part(tile, key, source, offset_bytes)
             if not early:  # an early value may be forgotten
                 self._hand_over.fill(key, first - member.offset, source)
+
+
+def _apply(fused: FusedUpdate, values: State, weight: torch.Tensor, update: torch.Tensor) -> None:
+    """Step weights by updates."""
+    fused(
+        begin=0,
+        gradient=update,
+        factor=1.0,
+        weight=weight,
+        values=values,
+        scales=None,
+        output=None,
+    )

@@ -5,7 +5,7 @@ Knows torch's dtypes and names; neither the store nor tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memascend.kernels.codes import scale_count
+from memascend.kernels.halves import clear_flags, flag_bytes
 from memascend.streaming.optimizer.codes import CodeKeys
 from memascend.streaming.optimizer.halves import HalfKeys, Run
 from memascend.streaming.optimizer.low_bits import LowBits
@@ -21,6 +22,8 @@ from memascend.streaming.optimizer.low_bits import LowBits
 State = MutableMapping[str, Any]
 #: Name of the scales of all states in codes (`kernels.codes`), side by side in one key.
 SCALES = "scales"
+#: Name of flags that are bits (`LowBits.BITS`).
+FLAGS = "flags"
 
 
 def is_code(dtype: torch.dtype | None) -> bool:
@@ -87,7 +90,7 @@ class SubGroup:
         fills: Values that have not been written yet, with the value of every element. The name None
             is that of the master weights' low bits.
         members: With low bits: its parameters.
-        flag_state: The state whose signs are flags; empty if there are no flags.
+        flag_state: The state whose signs are flags, or FLAGS; empty if there are no flags.
         form: Form of the master weights.
         low_bits: Form of their part that is stored beside the members.
     """
@@ -108,6 +111,21 @@ class SubGroup:
         """Dtype of each state that a tile has a part of, in the optimizer's order."""
         return {name: dtype for name, dtype in self.states.items() if name not in self.apart}
 
+    @property
+    def steps_updates(self) -> bool:
+        """Whether its gradients are updates by now, made with states that tiles do not have."""
+        return any(name in self.apart for name in self.states)
+
+    @property
+    def tile_scales(self) -> bool:
+        """Whether a tile has scales: of its own states in codes, not of those beside tiles."""
+        return bool(self.coded) and not self.steps_updates
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether a step writes flags as bits."""
+        return self.is_split and self.low_bits is LowBits.BITS
+
     def key(self, state: str | None = None) -> str:
         """Return the store's name for the master weights or their low bits, or for a state."""
         if state:
@@ -127,7 +145,8 @@ class SubGroup:
     @property
     def all_keys(self) -> list[str]:
         """All keys in the store that a step writes, besides those of its members."""
-        return [self.key(), *map(self.key, self.state_names)]
+        names = [*self.state_names, *[FLAGS] * self.has_bits]
+        return [self.key(), *map(self.key, names)]
 
     @property
     def state_names(self) -> list[str]:
@@ -152,6 +171,8 @@ class SubGroup:
 
     def stored_numel(self, state: str | None) -> int:
         """Return the elements of a key."""
+        if state == FLAGS:
+            return flag_bytes(self.numel)
         return scale_count(self.numel) * len(self.coded) if state == SCALES else self.numel
 
     def code_keys(self, state: str) -> CodeKeys:
@@ -169,7 +190,7 @@ class SubGroup:
         """Return the keys of master weights that are split."""
         has_flags = (
             self.form is MasterForm.ROUNDED
-            and self.flag_state in self.states
+            and (self.flag_state in self.states or self.has_bits)
             and self.flag_state not in self.fills
         )
         return HalfKeys(
@@ -177,7 +198,9 @@ class SubGroup:
             low=None if None in self.fills else self.key(),
             high=self.high_runs,
             flags=self.key(self.flag_state) if has_flags else None,
-            flag_dtype=self.states.get(self.flag_state, torch.float32),
+            flag_dtype=torch.uint8
+            if self.has_bits
+            else self.states.get(self.flag_state, torch.float32),
         )
 
     def become(self, form: MasterForm) -> None:
@@ -206,3 +229,30 @@ class SubGroup:
             if count > 0:
                 assert member.key is not None
                 yield member.key, 2 * (first - member.offset), count, first - begin
+
+
+def check_sign(group: SubGroup, state: str, values: torch.Tensor) -> None:
+    """Refuse values below zero.
+
+    Raises:
+        ValueError: There are such values.
+    """
+    if bool((values < 0).any()):
+        raise ValueError(
+            f"{state} of sub-group {group.name} would be {values.min().item()}. likely "
+            "cause: values of another state, or a damaged file; a second moment is a mean of "
+            "squares. fix: give values that are not negative"
+        )
+
+
+def without_signs(
+    group: SubGroup, state: str, dtype: torch.dtype, source: Callable[[int, torch.Tensor], None]
+) -> Callable[[int, torch.Tensor], None]:
+    """Return a source whose values have no sign; those of `source`, -0.0 and NaN, may have one."""
+
+    def fill(offset: int, target: torch.Tensor) -> None:
+        source(offset, target)
+        check_sign(group, state, target.view(dtype))
+        clear_flags(target.view(dtype))
+
+    return fill

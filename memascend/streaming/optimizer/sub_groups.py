@@ -7,7 +7,7 @@ sub-groups are stepped nor the optimizer's arithmetic. One thread at a time may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 
 import torch
@@ -19,11 +19,14 @@ from memascend.streaming.optimizer.codes import CodedStates
 from memascend.streaming.optimizer.halves import Halves
 from memascend.streaming.optimizer.low_bits import HIGH_DTYPE, LowBits
 from memascend.streaming.optimizer.sub_group import (
+    FLAGS,
     SCALES,
     MasterForm,
     Member,
     SubGroup,
+    check_sign,
     is_code,
+    without_signs,
 )
 from memascend.streaming.optimizer.tile_memory import TileMemory
 from memascend.transfer.staging import StagingSlots
@@ -46,8 +49,8 @@ class SubGroups:
         self._halves = Halves(store=store, slots=slots)
         self._coded = CodedStates(store=store, slots=slots)
         self._groups: dict[str, SubGroup] = {}
-        #: Names of states that tiles do not have, in sub-groups that are created from now on.
-        self.apart: frozenset[str] = frozenset()
+        #: Dtypes of states that tiles do not have, in sub-groups that are created from now on.
+        self.apart: Mapping[str, torch.dtype] = {}
 
     def create(
         self,
@@ -68,7 +71,7 @@ class SubGroups:
             StoreError: The drive failed.
             StoreFullError: The drive has no room for it.
         """
-        group = SubGroup(name, numel, apart=self.apart)
+        group = SubGroup(name, numel, apart=frozenset(self.apart))
         self.store.reserve(key=group.key(), nbytes=numel * self.master_dtype.itemsize)
         self._groups[name] = group
         for begin in self._tiles.begins(numel):
@@ -104,7 +107,8 @@ class SubGroups:
             numel: Its number of elements.
             members: Its parameters, in bf16, with a key each. They cover every element.
             low_bits: Form of the low bits.
-            flag_state: With flags: a state that is never negative, whose signs they will be.
+            flag_state: With flags in signs: a state that is never negative, whose signs they will
+                be.
 
         Raises:
             StoreFullError: The drive has no room for it.
@@ -113,12 +117,16 @@ class SubGroups:
             name,
             numel,
             members=members,
-            flag_state=flag_state,
+            flag_state=FLAGS if low_bits is LowBits.BITS else flag_state,
             form=MasterForm.ROUNDED,
             low_bits=low_bits,
+            apart=frozenset(self.apart),
         )
         self.store.reserve(key=group.key(), nbytes=numel * low_bits.dtype.itemsize)
         group.fills[None] = 0
+        if group.has_bits:
+            self.store.reserve(key=group.key(FLAGS), nbytes=group.stored_numel(FLAGS))
+            group.fills[FLAGS] = 0
         self._groups[name] = group
         return group
 
@@ -157,7 +165,7 @@ class SubGroups:
         """
         group = self._groups[name]
         if is_code(dtype):
-            self._add_scales(group)
+            self._add_scales(group, state)
         self.store.reserve(key=group.key(state), nbytes=group.numel * dtype.itemsize)
         self._note_state(group, state, dtype)
         if fill is not None:
@@ -169,11 +177,11 @@ class SubGroups:
         known = [name for name in self._tiles.shape.moments if name in states]
         group.states = {name: states[name] for name in [*known, *states]}
 
-    def _add_scales(self, group: SubGroup) -> None:
+    def _add_scales(self, group: SubGroup, state: str) -> None:
         """Give a sub-group scales of zero for all states in codes, unless it has them."""
         if group.coded:
             return
-        group.coded = self._tiles.shape.coded
+        group.coded = (state,) if state in group.apart else self._tiles.shape.coded
         nbytes = group.stored_numel(SCALES) * torch.float32.itemsize
         make_anew(self.store, group.key(SCALES), nbytes)
         group.fills[SCALES] = 0
@@ -216,7 +224,7 @@ class SubGroups:
             self._set_halves(group, begin, value)
             return
         if state is not None and state == group.flag_state:
-            _check_sign(group, state, value)
+            check_sign(group, state, value)
             self.keep_high(name)  # the flags are lost
         for unwritten in {state, SCALES} & set(group.fills):
             self._write_out(group, unwritten)
@@ -230,7 +238,7 @@ class SubGroups:
 
     def _set_coded(self, group: SubGroup, state: str, begin: int, value: torch.Tensor) -> None:
         if group.states[state] == torch.uint8:
-            _check_sign(group, state, value)
+            check_sign(group, state, value)
         source = _parts_of(value)
         self._coded.fill(group.code_keys(state), begin, value.numel(), source)
 
@@ -246,6 +254,8 @@ class SubGroups:
 
     def _dtype(self, group: SubGroup, state: str | None) -> torch.dtype:
         """Return the dtype of the values in a state's key, or in that of the master weights."""
+        if state == FLAGS:
+            return torch.uint8
         if state == SCALES:
             return torch.float32
         if state is not None:
@@ -290,6 +300,7 @@ class SubGroups:
         if None in group.fills:  # before: whole weights would be read as this value
             self._write_out(group, None)
         group.become(MasterForm.WHOLE)
+        group.fills.pop(FLAGS, None)
         self._discard_unused(group)
 
     def discard_unused(self) -> None:
@@ -302,6 +313,7 @@ class SubGroups:
             self.store.discard(key=group.high_key)
         if group.members and not group.is_split:
             self.store.discard(key=group.low_key)
+            self.store.discard(key=group.key(FLAGS))
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -366,13 +378,13 @@ class SubGroups:
         """
         group = self._groups[name]
         self._tiles.drain()
-        if is_code(self._tiles.shape.moments.get(state)):
+        if is_code(self._code_dtype(state)):
             self._load_coded(group, state, source)
             return
         nbytes = group.numel * dtype.itemsize
         if state == group.flag_state:
             self.keep_high(name)
-            source = _without_signs(group, state, dtype, source)
+            source = without_signs(group, state, dtype, source)
         make_anew(self.store, group.key(state), nbytes)
         self._note_state(group, state, dtype)
         group.fills.pop(state, None)
@@ -381,10 +393,11 @@ class SubGroups:
     def _load_coded(
         self, group: SubGroup, state: str, source: Callable[[int, torch.Tensor], None]
     ) -> None:
-        self._add_scales(group)
+        self._add_scales(group, state)
         if SCALES in group.fills:  # those of another state lie between
             self._write_out(group, SCALES)
-        dtype = self._tiles.shape.moments[state]
+        dtype = self._code_dtype(state)
+        assert dtype is not None
         self._note_state(group, state, dtype)
         make_anew(self.store, group.key(state), group.numel * dtype.itemsize)
         group.fills.pop(state, None)
@@ -392,9 +405,13 @@ class SubGroups:
         def fill(first: int, values: torch.Tensor) -> None:
             source(first * values.itemsize, values.view(torch.uint8))
             if dtype == torch.uint8:
-                _check_sign(group, state, values)
+                check_sign(group, state, values)
 
         self._coded.fill(group.code_keys(state), 0, group.numel, fill)
+
+    def _code_dtype(self, state: str) -> torch.dtype | None:
+        """Return the dtype of a state, if that is one of a form with codes."""
+        return self.apart.get(state) or self._tiles.shape.moments.get(state)
 
     def load_halves(self, name: str, source: Callable[[int, torch.Tensor], None]) -> None:
         """Replace master weights in halves as a whole, and all members by them, rounded.
@@ -440,8 +457,8 @@ class SubGroups:
             self._tiles.drain()
         for group in self._groups.values():
             self._discard_states(group)
-            self.store.discard(key=group.key())
-            self.store.discard(key=group.high_key)
+            for key in (group.key(), group.high_key, group.key(FLAGS)):
+                self.store.discard(key=key)
         self._groups.clear()
 
     def _write_out(self, group: SubGroup, state: str | None) -> None:
@@ -460,29 +477,6 @@ def _parts_of(values: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
 
     def fill(first: int, target: torch.Tensor) -> None:
         target.copy_(values.narrow(0, first, target.numel()))
-
-    return fill
-
-
-def _check_sign(group: SubGroup, state: str, values: torch.Tensor) -> None:
-    """Refuse values below zero."""
-    if bool((values < 0).any()):
-        raise ValueError(
-            f"{state} of sub-group {group.name} would be {values.min().item()}. likely "
-            "cause: values of another state, or a damaged file; a second moment is a mean of "
-            "squares. fix: give values that are not negative"
-        )
-
-
-def _without_signs(
-    group: SubGroup, state: str, dtype: torch.dtype, source: Callable[[int, torch.Tensor], None]
-) -> Callable[[int, torch.Tensor], None]:
-    """Return a source whose values have no sign; -0.0 and NaN may have one."""
-
-    def fill(offset: int, target: torch.Tensor) -> None:
-        source(offset, target)
-        _check_sign(group, state, target.view(dtype))
-        clear_flags(target.view(dtype))
 
     return fill
 

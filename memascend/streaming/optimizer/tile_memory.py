@@ -18,6 +18,7 @@ from memascend.base.sizes import casts
 from memascend.base.units import page_up
 from memascend.base.waiting import CopyTicket, event_here
 from memascend.kernels.codes import scale_count
+from memascend.kernels.halves import flag_bytes
 from memascend.memory.pool import Lease, Pool
 from memascend.streaming.optimizer.sub_group import is_code
 from memascend.transfer.pending import Pending
@@ -80,6 +81,20 @@ class Tile:
         """Their high halves, in the block of parameters, which must be in bf16."""
         assert self.cast is not None
         return self.cast.narrow(0, 0, self.numel)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """Flags of low bits, as bits, in the block of the first state.
+
+        Sub-groups whose flags are bits have no state in tiles.
+        """
+        return self.states[0].view(torch.uint8).narrow(0, 0, flag_bytes(self.numel))
+
+    @property
+    def joined(self) -> torch.Tensor:
+        """The half of the block of whole weights that low bits leave."""
+        numel = self.master.numel()
+        return self.master.narrow(0, numel // 2, numel - numel // 2)
 
     def add(self, ticket: Ticket) -> None:
         """Note a transfer in flight on it."""

@@ -91,7 +91,7 @@ class Rank:
         )
         self.updates = MuonUpdates(self.upstream, runtime, None)
         self.group = self.training.groups.group(names[1])
-        self.group.apart = self.training.groups.apart
+        self.group.apart = frozenset(self.training.groups.apart)
         self.training.groups.add_state(names[1], MOMENTUM, self.updates.momentum_dtype, 0.0)
 
     def put(self, number: int, whole: torch.Tensor) -> None:

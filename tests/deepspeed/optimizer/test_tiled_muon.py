@@ -76,6 +76,7 @@ def test_updates_are_made_once_and_momentum_is_in_no_tile(optimizer: Tiled) -> N
         assert group.states == {MOMENTUM: BF16}
         assert group.tile_states == {}
         assert optimizer.base.state[master][MOMENTUM].dtype == BF16
+    optimizer.steps.finish()
     optimizer.steps.current.check()
     step(optimizer)
 

@@ -34,7 +34,8 @@ def opened(
 ) -> tuple[Training, MatrixStream]:
     training = Training(lambda params: torch.optim.SGD(params, lr=1.0), **options)
     group = training.groups.group(GROUP)
-    group.apart = frozenset({"momentum"})
+    training.groups.apart = {"momentum": momentum_dtype}
+    group.apart = frozenset(training.groups.apart)
     training.groups.add_state(GROUP, "momentum", momentum_dtype, 0.0)
     stream = MatrixStream(
         groups=training.groups,
@@ -236,6 +237,34 @@ def test_values_of_the_right_length_are_not_copied() -> None:
     whole = values(1)
     assert padded(whole, NUMEL) is whole
     assert padded(whole, NUMEL + 1).tolist()[-1] == 0.0
+
+
+def test_momentum_in_codes_is_the_nearest_of_its_form_and_encoded_again_the_same() -> None:
+    training, stream = opened(momentum_dtype=torch.int8)
+    group = training.groups.group(GROUP)
+    assert (group.coded, group.tile_scales) == (("momentum",), False)
+    assert not stream.read(PART)[1].any()
+    stream.write(PART, values(2), values(3))
+    stream.finish(GROUP)
+    _, momentum = stream.read(PART)
+    errors = (momentum.float() - values(3).float()).abs()
+    assert 0 < errors.max() < values(3).float().abs().max() / 126
+    assert training.store.nbytes(key=group.key("momentum")) == group.numel
+    pieces = [piece.clone() for piece in stream.stream(GROUP, torch.float32)]
+    saved = torch.cat(pieces).view(torch.float32)
+    assert not saved[:OFFSET].any()
+    training.load(GROUP, "momentum", saved)
+    again = [piece.clone() for piece in stream.stream(GROUP, torch.float32)]
+    assert torch.equal(torch.cat(again).view(torch.float32), saved)
+
+
+def test_a_walk_neither_reads_nor_writes_scales_of_momentum() -> None:
+    training, stream = opened(momentum_dtype=torch.int8)
+    stream.write(PART, values(2), values(3))
+    stream.finish(GROUP)
+    before = stream.read(PART)[1]
+    training.step({}, 1.0)
+    assert torch.equal(stream.read(PART)[1], before)
 
 
 def test_a_checkpoint_gets_momentum_widened_and_zeros_before_the_first_step() -> None:

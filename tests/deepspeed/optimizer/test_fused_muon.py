@@ -1,0 +1,131 @@
+"""Fused steps of Muon: those of its own step(), and Adam's beside them."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
+from memascend.deepspeed.optimizer.fused_muon import FusedMuon, fused_steps
+from memascend.errors import ConfigError
+from tests.support.tiled_training import tile_shape
+
+RATE, DECAY = 0.03, 0.1
+NUMEL = 70_001
+
+
+def muon(*, with_adam: bool = True) -> Any:
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrix, other = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    groups: list[dict[str, Any]] = [
+        {"params": [matrix], "use_muon": True, "lr": RATE, "weight_decay": DECAY}
+    ]
+    if with_adam:
+        groups.append({"params": [other], "use_muon": False, "lr": 1e-3})
+    return MuonWithAuxAdam(groups, adam_optimizer=DeepSpeedCPUAdam)
+
+
+def inputs(optimizer: Any) -> list[Any]:
+    """Each group's hyperparameters, state and dtypes of states."""
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
+    return [
+        (group, {}, {"momentum_buffer": torch.bfloat16})
+        if group["use_muon"]
+        else (group, {"step": 0}, moments)
+        for group in optimizer.param_groups
+    ]
+
+
+def fused(optimizer: Any, **options: Any) -> Any:
+    return fused_steps(optimizer, tile_shape(), **{"is_wanted": True, "fewer": ""} | options)
+
+
+def test_a_step_on_any_part_has_the_bits_of_its_own_step() -> None:
+    optimizer = muon(with_adam=False)
+    generator = torch.Generator().manual_seed(0)
+    weight, update = (torch.randn(NUMEL, generator=generator) for _ in range(2))
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.data, parameter.grad = weight.clone(), update.clone()
+    optimizer.step()
+    (step,) = fused(optimizer).updates(inputs(optimizer))
+    cuts = [0, 2048, 40_960, NUMEL]
+    for begin, end in itertools.pairwise(cuts):
+        step(
+            begin=begin,
+            gradient=update[begin:end],
+            factor=1.0,
+            weight=weight[begin:end],
+            values={},
+            scales=None,
+            output=None,
+        )
+    assert torch.equal(weight, parameter.data)
+
+
+def test_parameters_of_adam_have_its_fused_step() -> None:
+    optimizer = muon()
+    steps = fused(optimizer)
+    assert isinstance(steps, FusedMuon)
+    assert isinstance(steps._adam, FusedAdam)
+    assert [steps.fuses(group) for group in optimizer.param_groups] == [True, True]
+    assert None not in steps.updates(inputs(optimizer))
+
+
+def test_a_scheduler_may_change_the_rate_behind_a_step() -> None:
+    optimizer = muon()
+    first, _ = fused(optimizer).updates(inputs(optimizer))
+    optimizer.param_groups[0]["lr"] = 0.0
+    weight = torch.ones(8)
+    first(gradient=torch.zeros(8), weight=weight)
+    assert torch.equal(weight, torch.ones(8).mul_(1 - RATE * DECAY))
+
+
+@pytest.mark.parametrize("change", ["tensor", "hook"])
+def test_matrices_are_stepped_by_the_optimizer_where_a_fused_step_could_differ(change: str) -> None:
+    optimizer = muon()
+    if change == "tensor":
+        optimizer.param_groups[0]["lr"] = torch.tensor(RATE)
+    else:
+        optimizer.register_step_post_hook(lambda *arguments: None)
+    matrices, others = fused(optimizer).updates(inputs(optimizer))
+    assert matrices is None
+    assert others is not None
+
+
+def test_without_fused_steps_all_are_its_own() -> None:
+    steps = fused(muon(), is_wanted=False)
+    assert isinstance(steps, OwnSteps)
+
+
+def test_adam_that_cannot_be_fused_leaves_the_matrices_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("memascend.deepspeed.optimizer.fused_adam.dist.get_rank", lambda: 0)
+    optimizer = muon()
+    optimizer.param_groups[1]["lr"] = torch.tensor(RATE)
+    steps = fused(optimizer)
+    assert [steps.fuses(group) for group in optimizer.param_groups] == [True, False]
+    matrices, others = steps.updates(inputs(optimizer))
+    assert matrices is not None
+    assert others is None
+
+
+def test_running_powers_are_those_of_adam() -> None:
+    calls: list[Any] = []
+    adam: Any = SimpleNamespace(advance=lambda *call: calls.append(call))
+    FusedMuon(muon(), adam).advance(3, (0.9, 0.99))
+    assert calls == [(3, (0.9, 0.99))]
+
+
+def test_master_weights_of_24_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Leave master_dtype out"):
+        fused(muon(), fewer='master_dtype="bf16+8"')
