@@ -63,7 +63,7 @@ class TornStepError(MemAscendError, RuntimeError):
 
 
 class GradientGoneError(MemAscendError, RuntimeError):
-    """A gradient was requested that a step during backward has consumed; nothing was changed."""
+    """A gradient was requested that a step has consumed; nothing was changed."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -72,6 +72,17 @@ class GradientGoneError(MemAscendError, RuntimeError):
             "continue with another backward pass, or be saved. fix: change and read nothing "
             'between backward and step(), or set "during_backward": false'
         )
+
+    @classmethod
+    def of_update(cls) -> GradientGoneError:
+        """Return the error for a gradient that has become an update of Muon, which is applied."""
+        error = cls("")
+        error.args = (
+            "cannot read a gradient after step(): it is the update of Muon, which the step has "
+            "applied, and kept nowhere. Training can continue, or be saved. fix: read gradients "
+            'between backward and step(), or set "fused": false in streaming.optimizer',
+        )
+        return error
 
 
 class IncompleteGradientError(MemAscendError, RuntimeError):

@@ -107,7 +107,9 @@ class OptimizerStreamConfig(Section):
         description="fp32 weights of one tile; left out: from the plan",
     )
     fused: bool = Field(
-        True, description="off: DeepSpeedCPUAdam steps a tile itself, with passes before and after"
+        True,
+        description="off: DeepSpeedCPUAdam steps a tile itself, with passes before and after, and "
+        "Muon's updates are written and read again, also without clipping",
     )
     split_master: bool = Field(
         True,

@@ -34,7 +34,7 @@ from memascend.plan.knobs import (
     spare_count,
     sub_group_numels,
 )
-from memascend.plan.muon import matrices_numel
+from memascend.plan.muon import applied_numel, matrices_numel
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -47,6 +47,8 @@ DEFAULT_SHARE = 0.5
 WRITTEN_MORE_MAX = 1 / 20
 #: On the drive with verification: the most bytes that rounding keys up adds.
 ROUNDING = "rounding up to whole grains"
+#: On the drive if Muon's updates are applied as they are made: the same of matrices.
+SECOND_MATRICES = "second values of matrices"
 #: On the drive if the step begins during backward: a second copy of the values that it changes.
 SECOND_VALUES = "second values"
 
@@ -268,6 +270,40 @@ def _moved(
     return sum(sum(one.values()) for one in moved)
 
 
+def _matrices_bytes(
+    shapes: ModelShapes, request: PlanRequest, resident: Mapping[str, int]
+) -> tuple[int, int, int]:
+    """Return bytes of Muon's updates beside gradients, of second values, of parameters with these.
+
+    Updates that are applied as they are made lie nowhere, and their matrices have second values.
+    """
+    if request.optimizer_device != "nvme":
+        return 0, 0, 0
+    applied = applied_numel(shapes, request, _numels(request, resident))
+    written = matrices_numel(shapes, request) - applied
+    weight_itemsize = request.param_itemsize + request.stored_master_itemsize
+    second_itemsize = weight_itemsize + request.momentum_itemsize + request.flag_itemsize
+    parameters_bytes = applied * request.param_itemsize
+    return (
+        written * request.gradient_itemsize,
+        math.ceil(applied * second_itemsize),
+        parameters_bytes,
+    )
+
+
+def _numels(request: PlanRequest, resident: Mapping[str, int]) -> dict[str, int]:
+    """Return the elements in memory, by stream; as states Muon's momentum counts."""
+    itemsizes = {
+        PARAMETERS: request.param_itemsize,
+        MASTER: request.stored_master_itemsize,
+        STATE: request.momentum_itemsize,
+    }
+    return {
+        stream: math.ceil(resident.get(stream, 0) / itemsize)
+        for stream, itemsize in itemsizes.items()
+    }
+
+
 def _early_numel(shapes: ModelShapes, request: PlanRequest, resident: Mapping[str, int]) -> int:
     """Return the elements of sub-groups that may be stepped during backward.
 
@@ -318,10 +354,8 @@ def _traffic(
     }
     on_drive = drive | {GRADIENTS: window.drive_bytes * stored_numel + given_way_bytes}
     passes_written = written[GRADIENTS]
-    # Updates of matrices lie beside the gradients; the walk reads them.
-    updates_bytes = matrices_numel(shapes, request) * request.gradient_itemsize
-    if not drive[GRADIENTS] + resident.get(GRADIENTS, 0):
-        updates_bytes = 0
+    updates_bytes, second_bytes, applied_bytes = _matrices_bytes(shapes, request, resident)
+    on_drive |= {SECOND_MATRICES: second_bytes} if second_bytes else {}
     for moved in (read, written, on_drive):
         moved[GRADIENTS] += updates_bytes
     early_numel = _early_numel(shapes, request, resident)
@@ -349,7 +383,9 @@ def _traffic(
         "read_bytes": read,
         "written_bytes": read | written,
         "passes_read_bytes": passes_parameters + passes_gradients,
-        "handed_over_bytes": 0 if early_numel else _handed_over(shapes, request, drive, knobs),
+        "handed_over_bytes": 0
+        if early_numel
+        else max(0, _handed_over(shapes, request, drive, knobs) - applied_bytes),
         "halves_read_bytes": halves_bytes,
         "passes_written_bytes": passes_written,
         "updates_bytes": updates_bytes,

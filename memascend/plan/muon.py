@@ -9,8 +9,9 @@ gradients divides every step by a large number, the gradients of Adam's paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from memascend.base.streams import MASTER, PARAMETERS, STATE
 from memascend.base.units import format_nbytes
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.optimizers import is_muon
@@ -49,6 +50,40 @@ def matrices_numel(shapes: ModelShapes, request: PlanRequest) -> int:
     if not request.is_muon or not request.is_tiled:
         return 0
     return sum(tensor.shard_numel(request.world) for tensor in matrices_of(shapes))
+
+
+def applied_numel(shapes: ModelShapes, request: PlanRequest, in_memory: Mapping[str, int]) -> int:
+    """Return the elements of a rank's matrices whose updates are applied as they are made.
+
+    No value of their sub-groups may be in memory, which the first ones get.
+
+    Args:
+        shapes: The model.
+        request: The request of the plan.
+        in_memory: Elements in memory, by stream.
+    """
+    if not request.applies_updates or not matrices_numel(shapes, request):
+        return 0
+    names, rest = set(), in_memory.get(PARAMETERS, 0)
+    for tensor in shapes.tensors:  # in the order in which they get memory
+        if rest > 0:
+            names.add(tensor.name)
+        rest -= tensor.shard_numel(request.world)
+    kept = max(in_memory.get(MASTER, 0), in_memory.get(STATE, 0))
+    matrices, begin, applied = matrix_names(shapes, request), 0, 0
+    groups = shapes.sub_groups(
+        world=request.world,
+        sub_group_size=request.sub_group_size,
+        has_decay_groups=request.has_decay_groups,
+        matrices=matrices,
+    )
+    for group in groups:
+        numel = sum(tensor.shard_numel(request.world) for tensor in group)
+        is_of_matrices = group[0].name in matrices
+        if is_of_matrices and begin >= kept and names.isdisjoint(one.name for one in group):
+            applied += numel
+        begin += numel
+    return applied
 
 
 def update_norm(matrices: Iterable[TensorShape]) -> float:

@@ -23,6 +23,7 @@ from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import (
     BF16,
     BF16_8,
+    FP16,
     FP32,
     INT8,
     INT8_BF16,
@@ -101,6 +102,8 @@ class PlanRequest:
     #: Whether a run finds out by itself whether steps during backward pay. Traffic, time and drive
     #: bytes are those of steps after backward; host memory has what either needs.
     tries_during_backward: bool = False
+    #: Whether Muon's updates are applied as they are made, where all values are on the drive.
+    applies_updates: bool = False
     overlaps: bool = True  # whether the step overlaps the next forward pass, in part or as a whole
     has_activations: bool = False  # whether saved activations go to the drive
 
@@ -305,6 +308,7 @@ class PlanRequest:
             and not why_not_during_backward(block, settings),
             guesses=bool(settings.gradient_clipping)
             or "gradient_clipping" in settings.left_to_trainer,
+            applies_updates=_applies_updates(block, settings),
             overlaps=steps.overlap and _steps_in_one_pass(block, settings),
             has_activations=block.activations.enabled,
         )
@@ -363,6 +367,21 @@ def why_whole_steps(settings: DeepSpeedSettings) -> str:
     if settings.torch_autocast.enabled:
         return SCALES_IN_EVERY_CALL
     return ""
+
+
+def _applies_updates(block: MemAscendConfig, settings: DeepSpeedSettings) -> bool:
+    """Return whether Muon's updates are applied as they are made: nothing scales them later."""
+    may_clip = settings.gradient_clipping or "gradient_clipping" in settings.left_to_trainer
+    zero = settings.zero_optimization
+    return (
+        is_muon(settings.optimizer.type)
+        and not may_clip
+        and settings.precision != FP16
+        and block.streaming.optimizer.fused
+        and block.streaming.optimizer.state_dtype not in _CODED
+        and {zero.offload_param.device, zero.offload_optimizer.device} == {"nvme"}
+        and not _stated_max_in_cpu(block, zero)
+    )
 
 
 def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from memascend.config.deepspeed import parse_deepspeed
-from memascend.plan.derive import derive
+from memascend.plan.derive import SECOND_MATRICES, derive
 from memascend.plan.muon import (
     EXAMPLE,
     advise_muon,
+    applied_numel,
     matrices_numel,
     matrices_of,
     matrix_names,
@@ -119,6 +121,61 @@ def test_a_step_of_matrices_moves_gradient_update_momentum_and_weights(
     assert plan.passes_written_bytes == 2 * numel
     before, after = optimizer_parts(plan, plan.read_bytes["gradients"])
     assert before.written + after.written == stored * numel
+
+
+def test_without_clipping_no_update_is_moved() -> None:
+    """Updates are applied as they are made, beside the old weights and momentum."""
+    numel = MATRICES.numel
+    request = PlanRequest(optimizer="Muon", reuse_numel=0)
+    plan = derive(MATRICES, request=replace(request, applies_updates=True))
+    others = {name: nbytes for name, nbytes in plan.read_bytes.items() if name != "parameters"}
+    weights = 2 + 1 / 8  # low halves and flags
+    assert sum(others.values()) == (2 + 2 + weights) * numel  # gradient, momentum
+    assert sum(plan.written_bytes.values()) == (2 + 2 + weights + 2) * numel
+    assert plan.updates_bytes == plan.handed_over_bytes == 0
+    assert plan.drive[SECOND_MATRICES] == (2 + weights + 2) * numel
+    assert sum(plan.drive.values()) == (8 + weights - 2 + 4 + weights) * numel
+    assert plan.host == derive(MATRICES, request=request).host
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "applied"),
+    [({}, 64), ({"master weights": 1}, 32), ({"optimizer state": 33}, 0), ({"parameters": 80}, 32)],
+)
+def test_updates_of_matrices_that_are_in_memory_in_part_are_written(
+    in_memory: dict[str, int], applied: int
+) -> None:
+    names = ("embed.weight", "layers.0.up.weight", "layers.1.up.weight", "lm_head")
+    dims = ((16, 4), (8, 4), (8, 4), (16, 4))
+    model = ModelShapes("m", tuple(map(TensorShape, names, dims, [True] * 4)))
+    request = PlanRequest(optimizer="Muon", applies_updates=True, sub_group_size=32)
+    assert applied_numel(model, request, in_memory) == applied
+    assert applied_numel(model, replace(request, applies_updates=False), {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "applies"),
+    [
+        ({}, True),
+        ({"gradient_clipping": 1.0}, False),
+        ({"gradient_clipping": "auto"}, False),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, False),
+        ({"optimizer": {"type": "AdamW"}}, False),
+        ({"memascend": {"streaming": {"optimizer": {"fused": False}}}}, False),
+    ],
+)
+def test_updates_are_applied_where_nothing_scales_them_later(
+    changes: dict[str, Any], applies: bool
+) -> None:
+    devices = {f"offload_{one}": {"device": "nvme"} for one in ("param", "optimizer")}
+    ds_json = {
+        "optimizer": MUON,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3} | devices,
+        "memascend": {},
+    }
+    assert PlanRequest.from_deepspeed(ds_json | changes).applies_updates is applies
 
 
 def test_host_memory_under_a_limit_does_not_grow_with_the_layers() -> None:

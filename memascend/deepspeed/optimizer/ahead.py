@@ -24,22 +24,19 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from deepspeed import comm as dist
 
 from memascend.base.sizes import LEFT_ONE_OF
-from memascend.base.units import format_nbytes
-from memascend.config.environment import local_world_size
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
 from memascend.deepspeed.optimizer.fused_muon import FusedMuon
 from memascend.deepspeed.optimizer.guess import Guess
+from memascend.deepspeed.optimizer.room import too_little_room
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.worth import Worth
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
-from memascend.plan.second_values import lacking_bytes
 from memascend.runtime import Runtime
 from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.during_backward import (
@@ -361,7 +358,7 @@ class DuringBackward:
         try:
             for key in keys:
                 reserve(key=early_key(key), nbytes=store.nbytes(key=key))
-            reason = "" if self._is_demanded else self._too_little_left()
+            reason = "" if self._is_demanded else too_little_room(self._runtime)
         except StoreFullError as error:
             reason = f"the drive has no room for a step's new values beside the old ones. {error}"
         if reason:
@@ -375,24 +372,6 @@ class DuringBackward:
             return False
         self._tiles.has_failed = False
         return True
-
-    def _too_little_left(self) -> str:
-        """Say how much less is free than saving the run takes; empty if it is not, or not known.
-
-        Each rank asks before each step that it would begin, when others may have reserved theirs.
-        """
-        plan, free_bytes = self._runtime.plan, None
-        with suppress(OSError):
-            free_bytes = self._runtime.drive.free_bytes()
-        if plan is None or free_bytes is None:
-            return ""
-        lacking = lacking_bytes(plan, free_bytes, ranks=local_world_size())
-        if not lacking:
-            return ""
-        return (
-            "beside a step's new values the drive would have no room to save the run: "
-            f"{format_nbytes(free_bytes)} are free, {format_nbytes(lacking)} less than that takes"
-        )
 
     def _keys_of(self, parts: Sequence[EarlyPart]) -> list[str]:
         """Return the keys that the steps of these sub-groups write."""

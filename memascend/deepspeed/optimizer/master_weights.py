@@ -26,6 +26,7 @@ from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.plan.optimizer_dtypes import BF16_8, INT8
 from memascend.streaming.optimizer.low_bits import HIGH_DTYPE, LowBits
+from memascend.streaming.optimizer.step import Begins
 from memascend.streaming.optimizer.sub_group import MasterForm, Member
 from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 from memascend.streaming.optimizer.sub_groups import SubGroups
@@ -141,14 +142,16 @@ class MasterWeights:
         owner = self._owner_of.get(key)
         return owner is not None and self._groups.group(owner).form is MasterForm.ROUNDED
 
-    def make_whole(self, updates: Sequence[FusedUpdate | None]) -> None:
+    def make_whole(self, updates: Sequence[FusedUpdate | None], early: Begins) -> None:
         """Store whole master weights of the sub-groups that the optimizer steps by itself.
+
+        Those that were stepped early have second values in their present form.
 
         Raises:
             StoreFullError: The drive has no room for them; nothing has changed.
         """
         for name, update in zip(self._upstream.names, updates, strict=True):
-            if update is None:
+            if update is None and name not in early:
                 self._groups.make_whole(name)
 
     def discard(self) -> None:

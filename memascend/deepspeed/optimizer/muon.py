@@ -3,23 +3,35 @@
 DeepSpeed's own function for offloaded optimizers brings whole sub-groups into host memory and all
 of their matrices to the device. This one does the same for one matrix after the other, with
 DeepSpeed's `muon_update` on the same device and in the same dtypes, so the bits are the same. While
-a device with streams computes one, the next is read. The walk over tiles then makes the optimizer's
-own step: weight decay and the update for matrices, CPU Adam for the other parameters.
+a device with streams computes one, the next is read.
+
+With clipping updates are written, and the walk over tiles makes the optimizer's own step: weight
+decay and the update for matrices, CPU Adam for the other parameters. Without, nothing waits for the
+norm: weights take an update as it is made (applying.py), and the walk takes these values over, or
+drops them if the norm is not finite. A gradient that does not arrive again is then an update that
+is nowhere. So the last update of such a matrix is made again, and its updates are stored from then
+on, too; all are once a script has read a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import zip_longest
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed import comm as dist
 
 from memascend.deepspeed.older_releases import norm_dtype
+from memascend.deepspeed.optimizer.ahead import AfterBackward, NothingAhead
+from memascend.deepspeed.optimizer.applying import Applying
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.plan.optimizers import FIRST_MOMENT, MOMENTUM
 from memascend.runtime import Runtime
+from memascend.streaming.optimizer.applied import Update
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
+from memascend.streaming.optimizer.step import Begins, Step
 
 
 class _Matrix(NamedTuple):
@@ -28,8 +40,12 @@ class _Matrix(NamedTuple):
     part: MatrixPart  # of this rank
 
 
-class MuonUpdates:
-    """The updates of one optimizer's matrices."""
+#: A matrix, and the one behind it, which is read while this one is computed.
+_Pair = tuple[_Matrix, _Matrix | None]
+
+
+class MuonUpdates(NothingAhead):
+    """The updates of one optimizer's matrices, some of which are applied ahead of the walk."""
 
     def __init__(
         self, upstream: Upstream, runtime: Runtime, communicated: torch.dtype | None
@@ -58,14 +74,22 @@ class MuonUpdates:
             device=runtime.device,
             on_device=runtime.on_device,
         )
+        self._applying = Applying(upstream, runtime)
+        self._after_backward = AfterBackward(runtime.optimizer)
+        self._is_applied = False  # the last update of some matrices, and it is not stored
+        self._keeps_all = False  # stores all updates that are applied
+        self._kept: set[MatrixPart] = set()  # matrices whose updates are stored
+        self._options: dict[MatrixPart, Mapping[str, Any]] = {}  # of the last update
 
     def stream_momentum(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the bytes of a sub-group's momentum, in the dtype of master weights."""
         return self._stream.stream(name, self._upstream.master_dtype)
 
+    # -- before the norm -------------------------------------------------------------------------
+
     @torch.no_grad()
     def update_all(self) -> None:
-        """Replace the gradient of each matrix by its update, and move its momentum on.
+        """Apply the update of each matrix, or replace its gradient by it, and move momentum on.
 
         A collective: with several ranks each gathers one matrix after the other, in one order.
 
@@ -73,14 +97,27 @@ class MuonUpdates:
             StoreError: The drive failed; some matrices are updated, others are not.
         """
         matrices = list(self._matrices())
+        applied = self._agree(matrices)
+        values = self._applying.values
+        if values is not None and applied:
+            values.start(applied)
+        pairs = itertools.zip_longest(matrices, matrices[1:])
         try:
-            for matrix, following in zip_longest(matrices, matrices[1:]):
-                self._update(matrix, following)
+            for name, some in itertools.groupby(pairs, lambda pair: pair[0].part.group):
+                if name in applied:
+                    self._apply(name, applied[name], some)
+                else:
+                    for matrix, following in some:
+                        update, momentum = self._update(matrix, following)
+                        self._stream.write(matrix.part, update, momentum)
         finally:
             self._stream.drop()
-        for group in dict.fromkeys(matrix.part.group for matrix in matrices):
-            self._stream.finish(group)
+        for name in dict.fromkeys(matrix.part.group for matrix in matrices):
+            self._stream.finish(name)
         self._runtime.staging.wait_writes()
+        if values is not None and applied:
+            values.finish()
+        self._note_applied(one for one in matrices if one.part.group in applied)
 
     def _matrices(self) -> Iterator[_Matrix]:
         """Yield the matrices of all sub-groups in order."""
@@ -92,10 +129,77 @@ class MuonUpdates:
                 part = MatrixPart(group=group, offset=offset, numel=numel)
                 yield _Matrix(number, param, part)
 
-    def _update(self, matrix: _Matrix, following: _Matrix | None) -> None:
-        # Imported late: the import compiles its kernels.
-        from deepspeed.runtime.zero.muon.original_muon import muon_update
+    def _agree(self, matrices: list[_Matrix]) -> dict[str, int]:
+        """Return the sub-groups whose updates are applied, with their numbers, on every rank.
 
+        Before, all ranks make the last updates again that serve as gradients once more.
+        """
+        numbers = {one.part.group: one.number for one in matrices}
+        if not self._applying.is_wanted and not self._is_applied:
+            return {}
+        chosen = self._applying.choose(numbers)
+        refused = [name not in chosen for name in numbers]
+        stale = [self._stream.is_replaced(one.part) for one in matrices]
+        self._keeps_all, *flags = self._any_rank([self._keeps_all, *refused, *stale])
+        for matrix, is_stale in zip(matrices, flags[len(numbers) :], strict=True):
+            if is_stale:
+                self._make_again(matrix)
+        applied = {
+            name: number
+            for (name, number), is_refused in zip(numbers.items(), flags, strict=False)
+            if not is_refused
+        }
+        self._applying.settle(is_refused=bool(chosen) and not applied)
+        self._is_applied = bool(applied)
+        return applied
+
+    def _any_rank(self, flags: list[bool]) -> list[bool]:
+        """Return whether each flag is set on any rank that shares the parameters; a collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return flags
+        found = torch.tensor(flags, dtype=torch.int32, device=self._runtime.device.name)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._upstream.process_group)
+        return [bool(one) for one in found.tolist()]
+
+    def _make_again(self, matrix: _Matrix) -> None:
+        """Make the last update of a matrix again, and store it: it serves as a gradient."""
+        _, param, part = matrix
+        read = self._upstream.gather_matrix(param, *self._stream.read_again(part))
+        update, _ = self._own(matrix, *_call(*read, self._options[part]))
+        self._stream.set_update(part, update)
+        self._kept.add(part)
+
+    def _apply(self, name: str, number: int, pairs: Iterable[_Pair]) -> None:
+        values = self._applying.values
+        assert values is not None
+        group = self._upstream.hyperparameters(number)
+        members = self._upstream.members(number)
+        values.apply(name, members, self._updates(pairs), partial(_step, group))
+
+    def _updates(self, pairs: Iterable[_Pair]) -> Iterator[Update]:
+        for matrix, following in pairs:
+            yield matrix.part.offset, self._update_beside(matrix, following)
+
+    def _update_beside(self, matrix: _Matrix, following: _Matrix | None) -> torch.Tensor:
+        update, momentum = self._update(matrix, following)
+        self._stream.write_beside(matrix.part, momentum)
+        if self._keeps(matrix.part):
+            self._stream.set_update(matrix.part, update)
+        return update
+
+    def _keeps(self, part: MatrixPart) -> bool:
+        return self._keeps_all or part in self._kept
+
+    def _note_applied(self, matrices: Iterable[_Matrix]) -> None:
+        for _, param, part in matrices:
+            has_elements = self._upstream.part_begin(param, part.numel) < param.ds_numel
+            if has_elements and not self._keeps(part):
+                self._stream.note_applied(part)
+
+    def _update(
+        self, matrix: _Matrix, following: _Matrix | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's parts of a matrix's update and momentum, and note the norm."""
         number, param, part = matrix
         upstream, scale = self._upstream, self._upstream.loss_scale
         gradient, momentum = upstream.gather_matrix(param, *self._stream.read(part))
@@ -104,30 +208,78 @@ class MuonUpdates:
         if scale != 1.0:
             gradient.div_(scale)
         group = upstream.hyperparameters(number)
+        self._options[part] = {
+            "beta": group["momentum"],
+            "ns_method": group.get("ns_method", "gram"),
+            "is_expert_group": getattr(param, "is_expert_group", False),
+            "num_heads": getattr(param, "muon_num_heads", None),
+        }
         try:
-            update = muon_update(
-                gradient,
-                momentum,
-                beta=group["momentum"],
-                ns_method=group.get("ns_method", "gram"),
-                is_expert_group=getattr(param, "is_expert_group", False),
-                num_heads=getattr(param, "muon_num_heads", None),
-            )
+            made = _call(gradient, momentum, self._options[part])
         except torch.OutOfMemoryError:  # the next matrix may have had the memory
             self._stream.give_up()
             raise
         self._stream.prefetch()  # while the device computes
-        begin = min(upstream.part_begin(param, part.numel), param.ds_numel)
-        own_numel = min(part.numel, param.ds_numel - begin)
-
-        def own(whole: torch.Tensor) -> torch.Tensor:
-            return padded(whole.view(-1).narrow(0, begin, own_numel), part.numel)
-
-        own_update = own(update)
+        own_update, own_momentum = self._own(matrix, *made)
         if scale != 1.0:  # the step divides it by the scale, as a gradient
             own_update = own_update * scale
         upstream.note_norm(param, own_update.to(norm_dtype()).norm(2))
-        self._stream.write(part, own_update, own(momentum))
+        return own_update, own_momentum
+
+    def _own(self, matrix: _Matrix, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return this rank's part of each, with zeros behind the end of the matrix."""
+        _, param, part = matrix
+        begin = min(self._upstream.part_begin(param, part.numel), param.ds_numel)
+        own_numel = min(part.numel, param.ds_numel - begin)
+        return tuple(padded(one.view(-1).narrow(0, begin, own_numel), part.numel) for one in whole)
+
+    # -- ahead of the walk -----------------------------------------------------------------------
+
+    def note_final(self, step: Step, name: str, offset: int) -> None:
+        """Read the first tiles of the walk, unless updates come before."""
+        if not self._applying.is_wanted:
+            self._after_backward.note_final(step, name, offset)
+
+    def note_look(self) -> None:
+        """Note that the script reads a gradient: it is to be found after steps, too."""
+        self._keeps_all = True
+
+    def drop(self, step: Step, reason: str) -> None:
+        """Drop tiles that were read; after a torn step no update can be made again."""
+        self._after_backward.drop(step, reason)
+        if step.is_torn:
+            for part in self._options:
+                self._stream.note_lost(part)
+
+    def take_results(self, step: Step) -> tuple[Begins, str]:
+        """Return the tiles that have new weights beside the old ones."""
+        values = self._applying.values
+        return ({} if values is None else values.take()), ""
+
+    def restart(self) -> None:
+        """Drop new weights of a step that is over."""
+        if self._applying.values is not None:
+            self._applying.values.drop()
+
+    def discard(self) -> None:
+        """Free the drive space of weights and momentum beside the current ones."""
+        self._applying.discard()
+
+
+def _call(
+    gradient: torch.Tensor, momentum: torch.Tensor, options: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return update and new momentum of a whole matrix; both arguments are overwritten."""
+    # Imported late: the import compiles its kernels.
+    from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+    return muon_update(gradient, momentum, **options), momentum
+
+
+def _step(group: Mapping[str, Any], weight: torch.Tensor, update: torch.Tensor) -> None:
+    """Step weights as DeepSpeed's MuonWithAuxAdam does."""
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.add_(update, alpha=-group["lr"])
 
 
 def uses_muon(params: Any) -> bool:

@@ -160,7 +160,7 @@ class TiledSteps:
         if not choice or is_never_early(
             self._upstream, self.runtime, self._fused, streams_gradients=is_streamed
         ):
-            return AfterBackward(self._stream)
+            return self._muon or AfterBackward(self._stream)
         assert isinstance(self._fused, FusedAdam)
         return DuringBackward(
             upstream=self._upstream,
@@ -265,10 +265,10 @@ class TiledSteps:
             self._make_state(number)
         step.updates = self._fused_updates()
         step.in_background = self._may_go_behind(step)
-        if None in step.updates:
+        if None in step.updates and self._muon is None:
             early, reason = {}, reason or "the optimizer has to make this step by itself"
         check_gradients(self._upstream, self.runtime, early, reason)
-        self.masters.make_whole(step.updates)
+        self.masters.make_whole(step.updates, early)
         self._ahead.note_decided(step, reason)
         self.early_tile_count += sum(map(len, early.values()))
         order = forward_order(self._upstream) if step.in_background else numbers

@@ -146,6 +146,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         during_backward=request.during_backward and is_cpu_adam,
         tries_during_backward=request.tries_during_backward and is_cpu_adam,
         guesses=optimizer.norm_max > 0,
+        applies_updates=request.applies_updates and not optimizer.norm_max,
         overlaps=request.overlaps and is_fused,
         wants_split_master=request.wants_split_master and is_fused,
     )

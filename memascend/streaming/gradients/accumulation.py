@@ -152,6 +152,8 @@ class GradientShard:
         squares: Sum of squares of `latest`, 0-dim; fp64 if the device supports it.
         bypassed: (first element in the sub-group, count) of each part of `seen` that was given to a
             tile, and so is not on the drive.
+        is_replaced: Whether the next step would use an update instead of `seen`, which was made of
+            it and is not on the drive.
     """
 
     name: str
@@ -162,6 +164,7 @@ class GradientShard:
     factors: list[Factor] = field(default_factory=list)
     squares: torch.Tensor | None = None
     bypassed: list[tuple[int, int]] = field(default_factory=list)
+    is_replaced: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -248,8 +248,11 @@ class GradientStream:
         """Fill a host tensor with the gradients of a range as the next step would see them.
 
         Raises:
-            GradientGoneError: Tiles were given a part of it.
+            GradientGoneError: Tiles were given a part of it, or it was replaced.
         """
+        shard = self.find(group, begin)
+        if shard is not None and shard.is_replaced:
+            raise GradientGoneError.of_update()
         target.zero_()
         for part in self._seen_in(group, begin, target.numel()):
             if part.shard.bypassed:
@@ -266,6 +269,10 @@ class GradientStream:
         target = self._reserve(shard, SET_PLACE, value.numel(), value.dtype)
         self._slots.write(key=target.key, source=value)
         self._see(shard, target)
+
+    def note_replaced(self, group: str, offset: int) -> None:
+        """Note that an update, which is not on the drive, is what the next step sees here."""
+        self._shard(group, offset).is_replaced = True
 
     def bypassed(self, group: str) -> Iterator[tuple[int, int]]:
         """Yield (offset of the shard, first element) of each part that tiles were given."""
@@ -462,6 +469,7 @@ class GradientStream:
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
+        shard.is_replaced = False
         if value is not old:
             shard.bypassed = []
         if old is not None and old.place == SET_PLACE and (value is None or old.key != value.key):

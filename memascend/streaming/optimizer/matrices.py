@@ -22,6 +22,7 @@ from memascend.base.waiting import event_here
 from memascend.streaming.gradients.accumulation import GradientShard
 from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.sub_group_step import early_key
 from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.transfer.staging import StagingSlots
 
@@ -149,6 +150,22 @@ class MatrixStream:
         self._coming = None
         return self._gradient_of(coming), coming.momentum.to(self._dtype)
 
+    def read_again(self, part: MatrixPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (gradient, momentum) as they were before the last update, which was applied.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        self.drop()
+        again = self._take_memory(part)
+        self._fill(again, is_last=True)
+        return self._gradient_of(again), again.momentum.to(self._dtype)
+
+    def is_replaced(self, part: MatrixPart) -> bool:
+        """Return whether the gradient is an update that was applied, and has to be made again."""
+        shard = self._shard(part)
+        return shard is not None and shard.is_replaced
+
     def drop(self) -> None:
         """Forget the matrix that was expected, once no copy into it is in flight."""
         if self._coming is not None and self._coming.filled is not None:
@@ -172,11 +189,16 @@ class MatrixStream:
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device.name)
 
-    def _fill(self, coming: _Coming) -> None:
-        """Read a matrix, on the current stream."""
+    def _fill(self, coming: _Coming, *, is_last: bool = False) -> None:
+        """Read a matrix, on the current stream; with the momentum before the last update or now."""
         part, shard = coming.part, coming.shard
         try:
-            self._groups.get(part.group, part.offset, coming.momentum, state=self._state)
+            if is_last:
+                key = early_key(self._groups.group(part.group).key(self._state))
+                offset_bytes = part.offset * coming.momentum.itemsize
+                self._slots.read(key=key, target=coming.momentum, offset_bytes=offset_bytes)
+            else:
+                self._groups.get(part.group, part.offset, coming.momentum, state=self._state)
             if coming.gradient is not None:
                 assert shard is not None
                 assert shard.seen is not None
@@ -206,14 +228,36 @@ class MatrixStream:
             update: 1-D, on the device, of `part.numel` elements.
             momentum: The same.
         """
-        self._gradient_stream.set(part.group, part.offset, update)
+        self.set_update(part, update)
         group = self._groups.group(part.group)
-        stored = group.states[self._state]
         if group.is_coded(self._state):
             self._groups.set(part.group, part.offset, momentum, state=self._state)
-            return
+        else:
+            self._write_momentum(part, momentum, group.key(self._state))
+
+    def set_update(self, part: MatrixPart, update: torch.Tensor) -> None:
+        """Store an update where its gradient was."""
+        self._gradient_stream.set(part.group, part.offset, update)
+
+    def write_beside(self, part: MatrixPart, momentum: torch.Tensor) -> None:
+        """Store momentum of a matrix beside that before the update, which may be made again."""
+        key = self._groups.group(part.group).key(self._state)
+        self._write_momentum(part, momentum, early_key(key))
+
+    def note_applied(self, part: MatrixPart) -> None:
+        """Note that an update was applied, and not stored."""
+        self._gradient_stream.note_replaced(part.group, part.offset)
+
+    def note_lost(self, part: MatrixPart) -> None:
+        """Note that such an update cannot be made again: the gradient stands for it."""
+        shard = self._shard(part)
+        if shard is not None:
+            shard.is_replaced = False
+
+    def _write_momentum(self, part: MatrixPart, momentum: torch.Tensor, key: str) -> None:
+        stored = self._groups.group(part.group).states[self._state]
         self._slots.write(
-            key=group.key(self._state),
+            key=key,
             source=momentum,
             offset_bytes=part.offset * stored.itemsize,
             dtype=stored,

@@ -235,6 +235,33 @@ class OptimizerStream:
             self._write_back(tile, group, step.members, is_cast=True, early=True)
             return tile.owner, tile.begin
 
+    def step_next(
+        self,
+        members: Sequence[Member],
+        fill: Callable[[int, torch.Tensor], None],
+        apply: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Step the next queued tile by an update, and write its values beside the old ones.
+
+        Args:
+            members: All parameters of its sub-group, in the store.
+            fill: Called with the tile's first element and its block of gradients, in their stored
+                dtype, which it fills with the update.
+            apply: Called with weights and update, both in the master weights' dtype; changes the
+                weights.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        with self._prefetch.next_tile() as tile:
+            raw, update = tile.raw.narrow(0, 0, tile.numel), self.tiles.gradient(tile)
+            fill(tile.begin, raw)
+            if update.data_ptr() != raw.data_ptr():
+                update.copy_(raw)
+            group = self.groups.group(tile.owner)
+            self._step_by_update(tile, group, apply, update)
+            self._write_back(tile, group, members, is_cast=group.is_split, early=True)
+
     def _take_over_members(self, members: Sequence[Member], begin: int, end: int) -> None:
         """Let members that end in [begin, end) of their sub-group take over their new values."""
         self._step.note_change()

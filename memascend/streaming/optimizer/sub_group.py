@@ -144,9 +144,9 @@ class SubGroup:
 
     @property
     def all_keys(self) -> list[str]:
-        """All keys in the store that a step writes, besides those of its members."""
+        """All keys in the store that a walk writes, besides those of its members."""
         names = [*self.state_names, *[FLAGS] * self.has_bits]
-        return [self.key(), *map(self.key, names)]
+        return [self.key(), *(self.key(name) for name in names if name not in self.apart)]
 
     @property
     def state_names(self) -> list[str]:

@@ -15,10 +15,16 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.base.interfaces import Device
+from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.muon import MuonUpdates, uses_muon
+from memascend.errors import GradientGoneError
 from memascend.memory.guard import Guard
+from memascend.nvme.resident import ResidentStore
 from memascend.plan.optimizers import MOMENTUM
 from memascend.streaming.gradients.on_device import GradientsOnDevice
+from memascend.streaming.optimizer.step import Step
+from memascend.streaming.optimizer.sub_group import Member
+from memascend.streaming.optimizer.sub_group_step import early_key
 from tests.support.tiled_training import SIZES, Training
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -46,7 +52,13 @@ class Rank:
     """A rank that has one part of each of two matrices, and the other ranks' parts at hand."""
 
     def __init__(
-        self, rank: int = 0, world: int = 1, *, device: Device | None = None, **changes: Any
+        self,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        device: Device | None = None,
+        applies: bool = False,
+        **changes: Any,
     ) -> None:
         device = device or Device()
         self.on_device = GradientsOnDevice(device, Guard(threading.RLock()))
@@ -75,9 +87,17 @@ class Rank:
             masters=[SimpleNamespace(ds_id=name) for name in names],
             position_of=lambda param: (1, param.number * self.part_numel, self.part_numel),
             part_begin=lambda param, numel: rank * numel,
-            hyperparameters=lambda number: {"momentum": 0.5, "ns_method": "standard"},
+            hyperparameters=lambda number: {
+                "momentum": 0.5,
+                "ns_method": "standard",
+                "lr": 0.1,
+                "weight_decay": 0.5,
+            },
             gather_matrix=self._gather,
             note_norm=lambda param, norm: self.norms.__setitem__(param.number, norm),
+            norm_max=0.0 if applies else 1.0,
+            dtype=BF16,
+            members=self._members,
         )
         for name, value in changes.items():
             setattr(self.upstream, name, value)
@@ -88,7 +108,12 @@ class Rank:
             staging=self.training.slots,
             device=device,
             on_device=self.on_device,
+            store=ResidentStore(self.training.store, stream_of=lambda key: None),
+            config=parse_block({}),
+            plan=None,
+            drive=SimpleNamespace(free_bytes=lambda: None),
         )
+        self.store = runtime.store
         self.updates = MuonUpdates(self.upstream, runtime, None)
         self.group = self.training.groups.group(names[1])
         self.group.apart = frozenset(self.training.groups.apart)
@@ -103,6 +128,12 @@ class Rank:
         flat = torch.zeros(2 * NUMEL, dtype=whole.dtype)
         flat[:NUMEL] = whole.flatten()
         return flat.narrow(0, self.rank * self.part_numel, self.part_numel).clone()
+
+    def _members(self, number: int) -> list[Member]:
+        """One that covers the sub-group, which is larger than the two matrices."""
+        numel = self.group.numel
+        self.training.store.reserve(key="param", nbytes=numel * 2)
+        return [Member(0, numel, BF16, key="param")]
 
     def _gather(self, param: Any, *parts: torch.Tensor) -> list[torch.Tensor]:
         if self.part_numel == NUMEL:
@@ -121,6 +152,30 @@ class Rank:
         self.training.gradient_stream.get(self.group.name, begin, found[0])
         self.training.groups.get(self.group.name, begin, found[1], state=MOMENTUM)
         return found[0], found[1]
+
+    def step(self, seed: int, *numbers: int, is_skipped: bool = False) -> None:
+        """A step of these matrices' gradients; the others get none. The walk is not made."""
+        for number in numbers:
+            self.put(number, gradients(seed)[number])
+        self.updates.update_all()
+        begins, _ = self.updates.take_results(Step())
+        for name, some in begins.items():
+            assert some == frozenset(self.training.groups.begins(name))
+            group = self.training.groups.group(name)
+            for key in (*group.all_keys, "param"):
+                if not is_skipped:
+                    self.store.take_over(key=key, other=early_key(key))
+        self.training.groups.settle()
+        self.updates.restart()
+
+    def weights(self, number: int) -> torch.Tensor:
+        value = torch.empty(self.part_numel)
+        self.training.groups.get(self.group.name, number * self.part_numel, value, state=None)
+        return value
+
+    def is_stored(self, number: int) -> bool:
+        shard = self.training.gradient_stream.find(self.group.name, number * self.part_numel)
+        return shard is not None and not shard.is_replaced
 
 
 def gradients(seed: int) -> list[torch.Tensor]:
@@ -271,3 +326,144 @@ def test_only_sub_groups_of_matrices_are_updated() -> None:
     rank.updates.update_all()
     others = [name for name, _ in itertools.islice(SIZES.items(), 3) if name != rank.group.name]
     assert all(not rank.training.groups.group(name).states for name in others)
+
+
+# -- applied as they are made ----------------------------------------------------------------------
+
+
+def stepped(rank: Rank, seeds: list[tuple[int, ...]], number: int) -> torch.Tensor:
+    """The weights after steps with these matrices' gradients, made of whole tensors in memory.
+
+    A matrix without a gradient steps by its last update, as CPU offload.
+    """
+    begin = number * NUMEL
+    weight = rank.training.initial[rank.group.name].narrow(0, begin, NUMEL).clone()
+    momentum, update = torch.zeros(NUMEL, dtype=BF16), torch.zeros(NUMEL, dtype=BF16)
+    for seed, numbers in enumerate(seeds):
+        gradient = gradients(seed)[number].flatten() if number in numbers else update
+        momentum.lerp_(gradient, 0.5)
+        update = gradient / (momentum.norm() + 1)
+        weight.mul_(1 - 0.1 * 0.5)
+        weight.add_(update.float(), alpha=-0.1)
+    return weight
+
+
+def test_weights_take_an_update_as_it_is_made_and_nothing_of_it_is_written() -> None:
+    rank = Rank(applies=True)
+    rank.step(0, 0, 1)  # before it there is no momentum: its update is written
+    assert rank.is_stored(0)
+    before = rank.weights(0)
+    for seed in (1, 2):
+        rank.step(seed, 0, 1)
+        assert not rank.is_stored(0)
+    assert not torch.equal(rank.weights(0), before)
+    for number in range(2):
+        momentum = torch.empty(NUMEL)
+        rank.training.groups.get(rank.group.name, number * NUMEL, momentum, state=MOMENTUM)
+        assert torch.equal(momentum, expected(3)[number][1].flatten().float())
+    # The walk of the first step was not made.
+    twin = rank.training.initial[rank.group.name].narrow(0, 0, NUMEL).clone()
+    for step in (2, 3):
+        twin.mul_(1 - 0.1 * 0.5)
+        twin.add_(expected(step)[0][0].flatten().float(), alpha=-0.1)
+    assert torch.equal(rank.weights(0), twin)
+    stored = torch.empty(NUMEL, dtype=BF16)
+    rank.store.read(key="param", target=stored).wait()
+    assert torch.equal(stored, twin.bfloat16())
+
+
+def without_first_step(rank: Rank) -> Rank:
+    """Give it a momentum of zeros, as if it had made a step."""
+    rank.training.groups.settle()
+    rank.group.fills.clear()
+    return rank
+
+
+def test_a_matrix_without_a_gradient_steps_by_its_last_update_again() -> None:
+    rank, seeds = without_first_step(Rank(applies=True)), [(0, 1), (0, 1), (0,), (0,), (0, 1), (0,)]
+    stored = []
+    for seed, numbers in enumerate(seeds):
+        rank.step(seed, *numbers)
+        stored.append(rank.is_stored(1))
+    for number in range(2):
+        assert torch.equal(rank.weights(number), stepped(rank, seeds, number))
+    # Made again once; then its updates are stored.
+    assert stored == [False, False, True, True, True, True]
+    assert not rank.is_stored(0)
+
+
+def test_a_step_that_is_skipped_moves_momentum_and_no_weight() -> None:
+    rank = without_first_step(Rank(applies=True))
+    before = rank.weights(0)
+    rank.step(0, 0, 1, is_skipped=True)
+    assert torch.equal(rank.weights(0), before)
+    momentum = torch.empty(NUMEL)
+    rank.training.groups.get(rank.group.name, 0, momentum, state=MOMENTUM)
+    assert torch.equal(momentum, expected(1)[0][1].flatten().float())
+
+
+def test_a_gradient_is_read_after_a_step_if_one_was_read_before() -> None:
+    rank, found = without_first_step(Rank(applies=True)), torch.empty(NUMEL)
+    rank.step(0, 0, 1)
+    with pytest.raises(GradientGoneError, match="fused"):
+        rank.training.gradient_stream.get(rank.group.name, 0, found)
+    rank.updates.note_look()
+    rank.step(1, 0, 1)
+    assert torch.equal(rank.read(0)[0], expected(2)[0][0].flatten().float())
+    assert torch.equal(rank.weights(0), stepped(rank, [(0, 1), (0, 1)], 0)), "applied all the same"
+
+
+def test_with_clipping_from_some_step_on_the_last_update_is_made_again() -> None:
+    rank = without_first_step(Rank(applies=True))
+    rank.step(0, 0, 1)
+    rank.upstream.norm_max = 1.0
+    rank.step(1, 0)
+    update, _ = rank.read(1)
+    momentum, gradient = torch.zeros(NUMEL, dtype=BF16), gradients(0)[1].flatten()
+    for _ in range(2):
+        momentum.lerp_(gradient, 0.5)
+        gradient = gradient / (momentum.norm() + 1)
+    assert torch.equal(update, gradient.float())
+
+
+def test_after_a_torn_step_a_gradient_stands_for_the_update_that_is_lost() -> None:
+    rank, torn = without_first_step(Rank(applies=True)), Step()
+    rank.step(0, 0, 1)
+    rank.updates.drop(Step(), "")
+    assert not rank.is_stored(0)
+    torn.note_updates()
+    rank.updates.drop(torn, "")
+    assert rank.is_stored(0)
+    assert torch.equal(rank.read(0)[0], gradients(0)[0].flatten().float())
+
+
+def test_ranks_agree_on_what_is_applied_and_what_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another rank has no room, has read a gradient, or has a part of a matrix that is stale."""
+    told: list[list[bool]] = []
+    answers: list[list[bool]] = []
+
+    def any_rank(flags: list[bool]) -> list[bool]:
+        told.append(flags)
+        other = answers.pop(0) if answers else [False] * len(flags)
+        return [one or two for one, two in zip(flags, other, strict=True)]
+
+    rank = without_first_step(Rank(applies=True))
+    monkeypatch.setattr(rank.updates, "_any_rank", any_rank)
+    rank.step(0, 0, 1)
+    assert told == [[False, False, False, False]]  # reads, refuses, stale 0, stale 1
+    answers.append([True, True, False, False])
+    rank.step(1, 0, 1)
+    assert rank.is_stored(0)
+    assert not any("early" in key for key in rank.store.keys())  # noqa: SIM118  a store is no dict
+    rank.step(2, 0)
+    assert told[2] == [True, True, False, False]
+
+
+def test_with_fp16_or_clipping_no_rank_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes in ({"norm_max": 1.0}, {"dtype": torch.float16}, {"loss_scale": 2.0}):
+        rank = Rank(applies=True, **changes)
+        monkeypatch.setattr(rank.updates, "_any_rank", None)
+        rank.step(0, 0, 1)
+        assert rank.is_stored(0)

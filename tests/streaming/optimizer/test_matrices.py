@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from memascend.base.interfaces import Device
-from memascend.errors import StoreError
+from memascend.errors import GradientGoneError, StoreError
 from memascend.memory.guard import Guard
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
+from memascend.streaming.optimizer.sub_group_step import early_key
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import Training
 
@@ -185,6 +186,39 @@ def test_the_next_gradient_replaces_an_update() -> None:
     stream.write(PART, values(2), values(3))
     training.gradient_stream.put(GROUP, OFFSET, values(4))
     assert torch.equal(stream.read(PART)[0], values(4))
+
+
+def test_what_the_last_update_was_made_of_is_read_again_until_a_gradient_comes() -> None:
+    training, stream = opened()
+    training.groups.settle()
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    key = training.groups.group(GROUP).key("momentum")
+    training.store.reserve(key=early_key(key), nbytes=2 * training.groups.group(GROUP).numel)
+    stream.write_beside(PART, values(3))
+    training.slots.wait_writes()
+    assert not stream.read(PART)[1].any(), "the other one has not moved on"
+    stream.note_applied(PART)
+    assert stream.is_replaced(PART)
+    with pytest.raises(GradientGoneError, match=r"fused.*false"):
+        training.gradient_stream.get(GROUP, OFFSET, torch.empty(NUMEL))
+    for found, seed in zip(stream.read_again(PART), (1, 3), strict=True):
+        assert torch.equal(found, values(seed))
+    stream.set_update(PART, values(2))
+    assert not stream.is_replaced(PART)
+    assert torch.equal(stream.read(PART)[0], values(2))
+    stream.note_applied(PART)
+    training.gradient_stream.put(GROUP, OFFSET, values(4))
+    assert not stream.is_replaced(PART)
+
+
+def test_an_update_that_is_lost_leaves_the_gradient() -> None:
+    training, stream = opened()
+    stream.note_lost(PART)  # it never got a gradient
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    stream.note_applied(PART)
+    stream.note_lost(PART)
+    assert not stream.is_replaced(PART)
+    assert torch.equal(stream.read(PART)[0], values(1))
 
 
 def test_a_stale_gradient_is_multiplied_as_steps_did_in_their_dtype() -> None:

@@ -84,6 +84,20 @@ def test_a_step_of_no_element_is_counted() -> None:
     assert given == expected | {"scales": (0,)}
 
 
+def test_an_optimizer_that_steps_by_itself_is_called_for_no_element() -> None:
+    parameter, calls = torch.nn.Parameter(torch.empty(0)), []
+    step = SubGroupStep(
+        name="0",
+        parameter=parameter,
+        states={parameter: {}},
+        update=lambda: calls.append(parameter.numel()),
+        factor=1.0,
+        members=[],
+    )
+    step_nothing(step)
+    assert calls == [0]
+
+
 def test_second_values_have_a_name_of_their_own() -> None:
     assert early_key("master.0") != early_key("master.1")
     assert early_key("master.0") != "master.0"
