@@ -37,7 +37,12 @@ from memascend.plan.context import (
 )
 from memascend.plan.derive import Plan
 from memascend.plan.fit import Room, fit
-from memascend.plan.second_values import lacking_bytes, second_values_bytes
+from memascend.plan.second_values import (
+    checkpoint_bytes,
+    lacking_bytes,
+    model_bytes,
+    second_values_bytes,
+)
 from memascend.system.gpus import list_gpus
 from memascend.system.memory import memory_total
 
@@ -61,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The four lines."""
+    """The five lines."""
 
     needed: dict[str, int]  # bytes of one machine, of a GPU those of one rank
     available: dict[str, int]  # the same, where it is known
@@ -69,6 +74,9 @@ class Answer:
     drive_bytes: int
     #: Bytes more for second values, if the step may begin during backward and the drive has room.
     second_bytes: int
+    #: Bytes of one checkpoint, of all ranks of a machine; 0 if the optimizer is not on the drive.
+    checkpoint_bytes: int
+    model_bytes: int  # of the saved model
     read_bytes: int  # of one step, by all ranks of a machine
     written_bytes: int
     step_seconds: float
@@ -84,13 +92,25 @@ class Answer:
         return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
 
     @property
+    def checkpoint_count(self) -> int | None:
+        """Checkpoints that the drive has room for beside the run and the model; None: not known.
+
+        The model takes its room twice: saving gathers it on the drive, then writes its files.
+        """
+        if DRIVE not in self.available or not self.checkpoint_bytes:
+            return None
+        left_bytes = self.available[DRIVE] - self.drive_bytes - 2 * self.model_bytes
+        return max(0, left_bytes // self.checkpoint_bytes)
+
+    @property
     def rated_share(self) -> float:
         """The part of the drive's endurance that 1000 steps take."""
         return WEAR_STEPS * self.written_bytes / self.rated_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer for `--json`."""
-        found = {"fits": not self.lacking, "lacking": self.lacking, "rated_share": self.rated_share}
+        names = ("lacking", "checkpoint_count", "rated_share")
+        found = {"fits": not self.lacking} | {name: getattr(self, name) for name in names}
         return found | asdict(self)
 
 
@@ -144,6 +164,10 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
         place=machine.place,
         drive_bytes=ranks * plan.drive_bytes,
         second_bytes=_second_bytes(plan, machine, ranks),
+        checkpoint_bytes=ranks
+        * checkpoint_bytes(plan, is_portable=accounts.block.checkpoint.portable)
+        * bool(plan.trained_numel),
+        model_bytes=ranks * model_bytes(plan),
         read_bytes=ranks * sum(plan.read_bytes.values()),
         written_bytes=ranks * sum(plan.written_bytes.values()),
         step_seconds=least_seconds(plan, args),
@@ -186,7 +210,7 @@ def _batch(
 def print_answer(
     answer: Answer, accounts: Accounts, args: argparse.Namespace, console: Console
 ) -> None:
-    """Print the model, and the four lines."""
+    """Print the model, and the five lines."""
     request = accounts.memascend.request
     on = f" on {args.nodes} machines; bytes of one machine" if args.nodes > 1 else ""
     width = min(console.width, _WIDTH_MAX)
@@ -197,15 +221,19 @@ def print_answer(
     print(textwrap.fill(title, width=width, break_on_hyphens=False))
     second = ""
     if answer.second_bytes:
-        second = f", {format_nbytes(answer.second_bytes)} more if steps begin during backward"
+        second = f", and {format_nbytes(answer.second_bytes)} for a second copy of weights and "
+        second += "moments if steps begin during backward"
     lines = {
         "fits": _fits(answer),
         "drive": f"{format_nbytes(answer.drive_bytes)} stay on it{second}; a step reads "
         f"{format_nbytes(answer.read_bytes)} and writes {format_nbytes(answer.written_bytes)}",
+        "save": _save(answer),
         "step": _step(answer, args),
         "wear": _wear(answer),
     }
     for label, text in lines.items():
+        if not text:
+            continue
         print(
             textwrap.fill(
                 text,
@@ -228,6 +256,20 @@ def _fits(answer: Answer) -> str:
         sizes.append("no GPU counted (--device-memory 24GiB counts one)")
     verdict = f"no, it needs {' and '.join(lacking)}" if lacking else "yes"
     return f"{verdict}: {', '.join(sizes)}"
+
+
+def _save(answer: Answer) -> str:
+    """Return the line on checkpoints; empty if the optimizer is not on the drive."""
+    if not answer.checkpoint_bytes:
+        return ""
+    count, room = answer.checkpoint_count, ""
+    if count is not None:
+        room = f"; the drive has room for {count or 'no'} checkpoint{'' if count == 1 else 's'} "
+        room += "beside the run and the model"
+    return (
+        f"a checkpoint takes {format_nbytes(answer.checkpoint_bytes)}, the model "
+        f"{format_nbytes(answer.model_bytes)}{room}"
+    )
 
 
 def _step(answer: Answer, args: argparse.Namespace) -> str:

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from memascend.base.streams import PARAMETERS
 from memascend.base.units import format_nbytes
 from memascend.plan.derive import Plan, begun_early
+from memascend.plan.optimizer_dtypes import FP32
+from memascend.plan.request import ITEMSIZES
 from memascend.plan.shapes import ModelShapes
 from memascend.plan.step_time import optimizer_parts
 
@@ -36,10 +38,27 @@ def second_values_bytes(plan: Plan) -> int:
     return math.ceil(plan.trained_numel * plan.request.second_values_bytes)
 
 
+def model_bytes(plan: Plan) -> int:
+    """Return the bytes of all parameters in their dtype, as the saved model has them."""
+    return plan.drive[PARAMETERS] + plan.resident.get(PARAMETERS, 0)
+
+
+def checkpoint_bytes(plan: Plan, *, is_portable: bool) -> int:
+    """Return the bytes of this rank's part of a checkpoint, without alignment and small files.
+
+    Master weights are in two files, states in two if `is_portable` (`checkpoint.portable`), else in
+    one. Codes are decoded to fp32. Frozen parameters are saved once.
+    """
+    request = plan.request
+    state_itemsize = ITEMSIZES.get(request.state_dtype, ITEMSIZES[FP32])
+    states_bytes = request.states * state_itemsize * (_COPIES if is_portable else 1)
+    frozen_bytes = max(0, model_bytes(plan) - plan.trained_numel * request.param_itemsize)
+    return plan.trained_numel * (_COPIES * request.master_itemsize + states_bytes) + frozen_bytes
+
+
 def saving_bytes(plan: Plan) -> int:
     """Return the most bytes that a checkpoint and the 16-bit model take."""
-    parameters_bytes = plan.drive[PARAMETERS] + plan.resident.get(PARAMETERS, 0)
-    return _COPIES * (plan.trained_numel * _SAVED_ITEMSIZE + parameters_bytes)
+    return _COPIES * (plan.trained_numel * _SAVED_ITEMSIZE + model_bytes(plan))
 
 
 def lacking_bytes(plan: Plan, free_bytes: int, *, ranks: int, taken_bytes: int = 0) -> int:

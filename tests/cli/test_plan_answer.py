@@ -44,13 +44,13 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_answer_comes_first_and_is_four_labelled_lines(
+def test_the_answer_comes_first_and_is_five_labelled_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = printed(capsys, "Qwen/Qwen3-8B", "--fused-loss")
     assert lines[0].startswith("Qwen3-8B: 8.19 billion parameters, bf16, AdamW, 1 rank(s)")
     labels = [line.split()[0] for line in lines[1:] if line[:1].islower()]
-    assert labels == ["fits", "drive", "step", "wear"]
+    assert labels == ["fits", "drive", "save", "step", "wear"]
     text = " ".join(" ".join(lines).split())
     assert "fits yes: host memory 3.74 GiB of 32.00 GiB, drive space 106.80 GiB of 1024" in text
     assert "36,864 tokens (9 x 4096), at most 192 tokens/s" in text
@@ -61,7 +61,9 @@ def test_space_for_second_values_is_told_where_a_checkpoint_has_room_beside_them
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B")).split())
-    assert "104.70 GiB stay on it, 89.75 GiB more if steps begin during backward; a step" in text
+    assert (
+        "104.70 GiB stay on it, and 89.75 GiB for a second copy of weights and moments if" in text
+    )
     assert answer(capsys, "Llama-3.1-8B", "--world", "2")["second_bytes"] == pytest.approx(
         12 * 8.03e9, rel=0.001
     )
@@ -71,6 +73,39 @@ def test_space_for_second_values_is_told_where_a_checkpoint_has_room_beside_them
         monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path, usage=usage: usage)
         found = answer(capsys, "Llama-3.1-8B")
         assert (found["fits"], found["second_bytes"] > 0) == (True, has_room)
+
+
+def test_checkpoints_are_counted_beside_the_run_and_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B", "--drive-space", "600GB")).split())
+    assert (
+        "save a checkpoint takes 179.49 GiB, the model 14.96 GiB; the drive has room for 2" in text
+    )
+    run, checkpoint, model = 104.70, 179.49, 14.96
+    for count in (0, 1, 3):
+        for more, found_count in ((0.1, count), (-0.1, max(0, count - 1))):
+            free = run + 2 * model + count * checkpoint + more
+            found = answer(capsys, "Llama-3.1-8B", "--drive-space", f"{free}GiB")
+            assert (found["fits"], found["checkpoint_count"]) == (True, found_count)
+    none = " ".join(" ".join(printed(capsys, "Llama-3.1-8B", "--drive-space", "200GB")).split())
+    assert "the drive has room for no checkpoints beside the run and the model" in none
+
+
+def test_without_an_optimizer_on_the_drive_no_checkpoint_is_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    zero["offload_optimizer"] = {"device": "cpu"}
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    found = answer(capsys, "Llama-3.1-8B", "--config", str(config))
+    assert (found["checkpoint_bytes"], found["checkpoint_count"]) == (0, None)
+    assert not [
+        line
+        for line in printed(capsys, "Llama-3.1-8B", "--config", str(config))
+        if line.startswith("save")
+    ]
 
 
 #: Every mode of the command that prints for a reader.

@@ -15,7 +15,9 @@ from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.second_values import (
     advise_during_backward,
+    checkpoint_bytes,
     lacking_bytes,
+    model_bytes,
     saving_bytes,
     second_values_bytes,
 )
@@ -123,6 +125,27 @@ def test_frozen_parameters_are_saved_though_they_have_no_second_values() -> None
     plan = derive(frozen, request=TRIES)
     assert plan.trained_numel == first.numel
     assert saving_bytes(plan) > 2 * 2 * shapes.numel
+    frozen_bytes = 2 * (shapes.numel - first.numel)
+    assert checkpoint_bytes(plan, is_portable=True) == 24 * first.numel + frozen_bytes
+    assert model_bytes(plan) == 2 * shapes.numel
+
+
+@pytest.mark.parametrize(
+    ("keys", "portable", "small"),
+    [
+        ({}, 24, 16),
+        ({"state_dtype": "bf16"}, 16, 12),
+        ({"state_dtype": "int8"}, 24, 16),  # decoded
+        ({"optimizer": "SGD"}, 8, 8),
+    ],
+)
+def test_a_checkpoint_has_weights_twice_and_states_once_or_twice(
+    keys: dict[str, Any], portable: int, small: int
+) -> None:
+    plan = derive(MODEL, request=PlanRequest(**keys))
+    assert checkpoint_bytes(plan, is_portable=True) == portable * MODEL.numel
+    assert checkpoint_bytes(plan, is_portable=False) == small * MODEL.numel
+    assert model_bytes(plan) == 2 * MODEL.numel
 
 
 def test_the_note_has_the_bytes_of_steps_after_during_and_made_again() -> None:
