@@ -20,9 +20,15 @@ trap 'rm -rf "$folder"' EXIT
 # Raised as far as the site allows: memory beyond it is used without page lock.
 ulimit -l "$(ulimit -H -l)"
 
-mkdir "$folder/swap"
-sed "s|@SWAP@|$folder/swap|g" "$config" > "$folder/ds.json"
-memascend doctor --path "$folder/swap"
+# "@SWAP@" becomes a folder of this job; a JSON without it names a folder that each node has.
+if grep -q @SWAP@ "$config"; then
+    swap="$folder/swap"
+    mkdir "$swap"
+else
+    swap="$(sed -n 's/.*"nvme_path": *"\([^"]*\)".*/\1/p' "$config" | sed -n 1p)"
+fi
+sed "s|@SWAP@|$swap|g" "$config" > "$folder/ds.json"
+memascend doctor --path "${swap:?"$config" has no nvme_path: memascend config --nvme-path @SWAP@}"
 
 # One rank for each GPU. --deepspeed is the Trainer's; CONFIG_OPTION="" gives the file alone.
 option="${CONFIG_OPTION---deepspeed}"

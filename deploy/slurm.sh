@@ -4,6 +4,7 @@
 # sbatch deploy/slurm.sh train.py ds.json [options of train.py]     one node
 #
 # ds.json has "nvme_path": "@SWAP@", which becomes a folder of this job on the node's own drive.
+# `memascend config --nvme-path @SWAP@ > ds.json` writes it.
 #SBATCH --job-name=memascend
 #SBATCH --nodes=1
 #SBATCH --ntasks=1

@@ -5,6 +5,7 @@
 # sbatch deploy/slurm_nodes.sh train.py ds.json [options of train.py]     4 nodes of 8 GPUs
 #
 # ds.json has "nvme_path": "@SWAP@", which becomes a folder of this job on each node's own drive.
+# `memascend config --nvme-path @SWAP@ > ds.json` writes it.
 #SBATCH --job-name=memascend
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

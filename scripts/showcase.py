@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from memascend.base.units import GIB, format_nbytes
+from memascend.base.units import format_nbytes
 from memascend.cli.config import LOOP, config_for
 from memascend.cli.main import main as run_memascend
 from memascend.cli.plan_models import find_model
@@ -98,7 +98,7 @@ def deepspeed_config(files: Files, *, hidden: int) -> dict[str, Any]:
     The sizes are those that the Trainer takes from the hidden size. The memascend block states no
     limit, so that the run takes the least host memory.
     """
-    config = config_for(files.swap, GIB, caller=LOOP)
+    config = config_for(str(files.swap), "1GiB", caller=LOOP)
     config["zero_optimization"] |= {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,

@@ -124,7 +124,14 @@ def test_the_doctors_trial_passes_under_dockers_default_profile(tmp_path: Path) 
 # -- a cluster, conda ------------------------------------------------------------------------------
 
 
-def run_job(folder: Path, script: str, stand_ins: dict[str, str], **variables: str) -> list[str]:
+def run_job(
+    folder: Path,
+    script: str,
+    stand_ins: dict[str, str],
+    *,
+    nvme_path: str = "@SWAP@",
+    **variables: str,
+) -> list[str]:
     """Run a script of Slurm's, with stand-ins for a cluster's programs; return its lines."""
     programs = folder / "bin"
     programs.mkdir()
@@ -132,7 +139,9 @@ def run_job(folder: Path, script: str, stand_ins: dict[str, str], **variables: s
         (programs / name).write_text(f"#!/bin/bash\n{does}\n")
         (programs / name).chmod(0o700)
     config = folder / "ds.json"
-    config.write_text('{"nvme_path": "@SWAP@"}')
+    config.write_text(
+        json.dumps({part: {"nvme_path": nvme_path} for part in ("param", "optimizer")})
+    )
     done = subprocess.run(
         ["bash", DEPLOY / script, "train.py", config, "--max_steps", "3"],
         env={
@@ -157,7 +166,8 @@ def check_node(folder: Path, lines: list[str], node: str) -> None:
     job = rf"{folder}/memascend-7-\w+"
     assert re.fullmatch(rf"memascend doctor --path {job}/swap", doctor)
     assert re.fullmatch(rf"torchrun {node} {job}/ds.json --max_steps 3", launch)
-    assert json.loads(written)["nvme_path"] == doctor.split()[-1]
+    paths = {part["nvme_path"] for part in json.loads(written).values()}
+    assert paths == {doctor.split()[-1]}
 
 
 #: The thirteenth word is the JSON of the job.
@@ -168,6 +178,12 @@ def test_the_job_of_one_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
     lines = run_job(tmp_path, "slurm.sh", NODE)
     node = "--nnodes 1 --node_rank 0 --nproc_per_node 1 --master_addr 127.0.0.1 --master_port 20007"
     check_node(tmp_path, lines, f"{node} train.py --deepspeed_config")
+
+
+def test_a_folder_of_the_json_is_that_of_the_doctor_and_of_the_run(tmp_path: Path) -> None:
+    doctor, _, written = run_job(tmp_path, "slurm.sh", NODE, nvme_path="/mnt/ssd/my swap")
+    assert doctor == "memascend doctor --path /mnt/ssd/my swap"
+    assert {part["nvme_path"] for part in json.loads(written).values()} == {"/mnt/ssd/my swap"}
 
 
 def test_the_recipe_states_this_version_and_the_requirements_of_the_package() -> None:

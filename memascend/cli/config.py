@@ -23,6 +23,8 @@ from memascend.system.mounts import IN_MEMORY, filesystem_of
 #: Part of the host memory for memascend; the rest is for the script, its data and the page cache.
 LIMIT_SHARE = 0.5
 TRAINER, LOOP = "trainer", "loop"
+#: Stands for the folder that a job makes on the drive of each node (deploy/launch_node.sh).
+JOB_FOLDER = "@SWAP@"
 
 
 def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -34,7 +36,11 @@ def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "/mnt/ssd > ds.json",
     )
     parser.add_argument(
-        "--nvme-path", type=Path, required=True, help="an existing folder on the drive"
+        "--nvme-path",
+        type=Path,
+        required=True,
+        help=f"an existing folder on the drive; {JOB_FOLDER}: one that a job of deploy/ makes on "
+        "each node, with half of the node's memory",
     )
     parser.add_argument(
         "--for",
@@ -56,6 +62,9 @@ def config_command(args: argparse.Namespace) -> int:
         ConfigError: The path is no folder, or in memory; or the machine has too little memory.
     """
     path: Path = args.nvme_path
+    if str(path) == JOB_FOLDER:
+        print(json.dumps(config_for(JOB_FOLDER, LIMIT_SHARE, caller=args.caller), indent=2))
+        return 0
     if not path.is_dir():
         raise ConfigError(f"--nvme-path {path} is not a folder. Create it: mkdir -p {path}")
     if (kind := filesystem_of(path)) in IN_MEMORY:
@@ -65,7 +74,9 @@ def config_command(args: argparse.Namespace) -> int:
     ranks = args.ranks or max(1, len(list_gpus()))
     total_bytes = memory_total()
     limit_bytes = recommended_limit(total_bytes, ranks)
-    print(json.dumps(config_for(path.resolve(), limit_bytes, caller=args.caller), indent=2))
+    gibibytes, rest = divmod(limit_bytes, GIB)
+    limit = limit_bytes if rest else f"{gibibytes}GiB"
+    print(json.dumps(config_for(str(path.resolve()), limit, caller=args.caller), indent=2))
     print(
         f"host_memory_limit {format_nbytes(limit_bytes)} for each of {ranks} rank(s): half of "
         f"{format_nbytes(total_bytes)}; less is slower, see memascend plan --config",
@@ -92,10 +103,13 @@ def recommended_limit(total_bytes: int, ranks: int) -> int:
     return limit_bytes // GIB * GIB or limit_bytes
 
 
-def config_for(nvme_path: Path, limit_bytes: int, *, caller: str) -> dict[str, Any]:
-    """Return the DeepSpeed JSON: with "auto" for the Trainer, with numbers for a loop."""
+def config_for(nvme_path: str, limit: str | float, *, caller: str) -> dict[str, Any]:
+    """Return the DeepSpeed JSON: with "auto" for the Trainer, with numbers for a loop.
+
+    `limit` is host memory of a rank: bytes, a size, or a fraction of that of the machine.
+    """
     is_trainer = caller == TRAINER
-    offload = {"device": "nvme", "nvme_path": str(nvme_path)}
+    offload = {"device": "nvme", "nvme_path": nvme_path}
     zero: dict[str, Any] = {
         "stage": 3,
         "offload_param": dict(offload),
@@ -115,11 +129,10 @@ def config_for(nvme_path: Path, limit_bytes: int, *, caller: str) -> dict[str, A
     if is_trainer:
         adam = dict.fromkeys(adam, "auto")
         batch = dict.fromkeys([*batch, "train_batch_size"], "auto")
-    gibibytes, rest = divmod(limit_bytes, GIB)
     return {
         "bf16": {"enabled": "auto" if is_trainer else True},
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": adam},
         **batch,
-        "memascend": {"host_memory_limit": limit_bytes if rest else f"{gibibytes}GiB"},
+        "memascend": {"host_memory_limit": limit},
     }

@@ -54,6 +54,17 @@ def test_a_loop_gets_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert (request.precision, request.parameters_device) == ("bf16", "nvme")
 
 
+def test_a_jobs_folder_is_not_looked_for_and_its_nodes_memory_is_halved(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found, said = written(capsys, Path("@SWAP@"))
+    job = json.loads((ROOT / "configs" / "recipes" / "trainer.json").read_text())
+    for part in ("offload_param", "offload_optimizer"):
+        job["zero_optimization"][part]["nvme_path"] = "@SWAP@"
+    job["memascend"] = {"host_memory_limit": 0.5}
+    assert (found, said) == (job, "")
+
+
 @pytest.mark.parametrize(
     ("total_bytes", "ranks", "limit_bytes"),
     [
