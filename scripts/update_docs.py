@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from pydantic_core import PydanticUndefined
 from memascend.base import device_memory, sizes
 from memascend.base.units import GIB, PAGE_BYTES
 from memascend.cli.main import main as run_memascend
-from memascend.cli.plan_answer import RATED_BYTES
+from memascend.cli.plan_answer import HOST, RATED_BYTES, TERABYTE, WEAR_STEPS
 from memascend.config.block import ActivationConfig, MemAscendConfig
 from memascend.config.deepspeed import ZeroOptimization
 from memascend.config.messages import rules_of
@@ -34,6 +35,10 @@ from memascend.plan.shapes import ModelShapes, builtin, builtin_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- {}: written by scripts/update_docs.py -->", "<!-- end of {} -->"
+#: What a card of 24 GB may reach in bf16, for estimates.
+GPU_TFLOPS = 50
+#: Of a parameter and token: 2 forward, as many in recomputation, 4 backward.
+OPERATIONS = 8
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 UNITS = ((1 << 60, "EiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -78,26 +83,49 @@ def scaled(*, model: str = "Llama-3.1-70B", ranks: int = 8) -> str:
 
 def machine() -> str:
     """Return the table of models on one machine: memory, drive, a step, wear."""
-    titles = ["model", "host memory", "tuned stock", "on the SSD", "a step", "tokens in it"]
-    titles += ["tokens per second", "1000 steps write", "of its rated writes"]
+    titles = ["model", "host memory", "tuned stock", "on the SSD", "tokens in a step"]
+    titles += ["time of the SSD", f"a GPU at {GPU_TFLOPS} TFLOP/s", "tokens per second"]
+    titles += ["1000 steps write", f"{RATED_BYTES // TERABYTE} TB last for"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for model in ("Llama-3.2-3B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B"):
         found = json.loads(printed("plan", model, *_MACHINE, "--json"))
-        answer, terabytes = found["answer"], found["answer"]["written_bytes"] / 1e9
+        answer = found["answer"]
+        seconds = answer["step_seconds"]
+        operations = OPERATIONS * found["parameters"] * answer["tokens"]
+        steps = answer["rated_bytes"] / answer["written_bytes"]
         stock_bytes = max(found["tuned_stock"][f"{name}_bytes"] for name in _PEAKS)
         cells = [
             model,
             f"**{max(found['memascend'][f'{name}_bytes'] for name in _PEAKS) / GIB:.1f} GiB**",
             f"{stock_bytes / GIB:.0f} GiB",
             f"{answer['drive_bytes'] / 1e9:.0f} GB",
-            f"{answer['step_seconds']:.0f} s",
             f"{answer['tokens']:,}",
-            f"{answer['tokens'] / answer['step_seconds']:.0f}",
-            f"{terabytes:.0f} TB",
-            f"{answer['rated_share']:.0%}",
+            f"{seconds:.0f} s",
+            f"{operations / (GPU_TFLOPS * 10**12):.0f} s",
+            f"{answer['tokens'] / seconds:.0f}",
+            f"{WEAR_STEPS * answer['written_bytes'] / TERABYTE:.0f} TB",
+            f"{round(steps, -2):,.0f} steps, {steps * seconds / 86400:.0f} days",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
+    """Return time, wear and drive space of the README's commands, with config's limit."""
+    found = json.loads(printed("plan", model, "--limit", f"{limit_gib}GiB", *_MACHINE, "--json"))[
+        "answer"
+    ]
+    names = ("drive", "checkpoint", "model")
+    run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
+    text = (
+        f"With 32 GiB of RAM that is {limit_gib} GiB, {found['needed'][HOST] / GIB:.0f} GiB with "
+        f"Python and torch; a step takes {found['step_seconds']:.0f} s, and 1000 steps write "
+        f"{WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB. The SSD needs "
+        f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
+        f"for checkpoints (one goes when the next is complete), and 2 x {saved:.0f} for the model "
+        "while it is saved."
+    )
+    return textwrap.fill(text, width=130)
 
 
 def host_memory(*, model: str = "Llama-3.1-8B", cells: int = 40) -> str:
@@ -228,6 +256,7 @@ _MEMORY = ROOT / "docs" / "memory.md"
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
     "host memory of an 8B": (ROOT / "README.md", host_memory),
+    "quick start in numbers": (ROOT / "README.md", quick_start),
     "table of one machine": (ROOT / "README.md", machine),
     "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
     "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),

@@ -256,6 +256,23 @@ def test_what_is_generated_is_current(update_docs: ModuleType, name: str) -> Non
     assert update_docs.replaced(name, text) == text, "run scripts/update_docs.py"
 
 
+def test_the_first_sentences_of_the_readme_have_the_numbers_of_its_chart_and_table() -> None:
+    text = read(README)
+    first = " ".join(text.partition("<!--")[0].split())
+    peaks = dict(re.findall(r"^(stock DeepSpeed|stock, tuned|memascend) +█+ ([\d.]+)$", text, re.M))
+    least, most, ours = (float(peaks[n]) for n in ("stock, tuned", "stock DeepSpeed", "memascend"))
+    assert f"takes {least:.0f} to {most:.0f} GiB" in first
+    assert "and under 1 GiB with memascend" in first
+    assert ours < 1
+    [row] = re.findall(r"^\| Llama-3\.1-8B \|.*", text, re.M)
+    [seconds, _] = re.findall(r" (\d+) s ", row)
+    assert "over three minutes for a step" in first
+    assert 180 < int(seconds) < 210
+    [steps] = re.findall(r" ([\d,]+) steps", row)
+    assert "rated writes last for about 10,000 steps" in first
+    assert round(int(steps.replace(",", "")), -3) in (10_000, 11_000)
+
+
 def test_a_configuration_key_that_is_gone_is_noticed(update_docs: ModuleType) -> None:
     text = read(CONFIGURATION)
     row = next(line for line in text.splitlines() if "`direct_nvme.engine`" in line)
