@@ -152,7 +152,7 @@ def planned_bytes(run: Trainee, model: Sleeping) -> tuple[float, float, float]:
         plan: Any = stock(shapes, request=request, settings=parse_deepspeed(run.config))
     elif run.name == WRONG:
         after = derive(shapes, request=replace(request, during_backward=False))
-        return *wrong_guess_bytes(shapes, after), 0
+        return *wrong_guess_bytes(shapes, after), after.handed_over_bytes
     else:
         plan = derive(shapes, request=request)
     handed_over = getattr(plan, "handed_over_bytes", 0)
