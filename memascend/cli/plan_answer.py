@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +36,7 @@ from memascend.plan.context import (
     Training,
     widths_of,
 )
-from memascend.plan.derive import Plan
+from memascend.plan.derive import SECOND_MATRICES, Plan, derive
 from memascend.plan.fit import Room, fit
 from memascend.plan.second_values import (
     checkpoint_bytes,
@@ -111,7 +112,7 @@ class Answer:
         """Return the answer for `--json`."""
         names = ("lacking", "checkpoint_count", "rated_share")
         found = {"fits": not self.lacking} | {name: getattr(self, name) for name in names}
-        return found | asdict(self)
+        return found | dataclasses.asdict(self)
 
 
 def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
@@ -146,7 +147,8 @@ def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
 
 def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) -> Answer:
     """Return the answer for one model on one machine."""
-    plan, ranks = accounts.memascend, ranks_of_node(args)
+    ranks = ranks_of_node(args)
+    plan = _plan_of(accounts, machine, ranks)
     needed = {
         HOST: ranks * (plan.peak_bytes + HOST_RESERVE_BYTES),
         DRIVE: ranks * plan.drive_bytes,
@@ -176,6 +178,21 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
         rated_bytes=endurance or RATED_BYTES,
         is_stated=endurance is not None,
     )
+
+
+def _plan_of(accounts: Accounts, machine: Machine, ranks: int) -> Plan:
+    """Return the plan; without second values of Muon's matrices if the drive has no room for them.
+
+    A run then writes updates, and reads them again.
+    """
+    plan = accounts.memascend
+    if machine.free_bytes is None or not plan.drive.get(SECOND_MATRICES):
+        return plan
+    taken_bytes = ranks * plan.drive_bytes
+    if not lacking_bytes(plan, machine.free_bytes, ranks=ranks, taken_bytes=taken_bytes):
+        return plan
+    request = dataclasses.replace(plan.request, applies_updates=False)
+    return derive(accounts.shapes, request=request, limit_bytes=plan.limit_bytes)
 
 
 def _second_bytes(plan: Plan, machine: Machine, ranks: int) -> int:

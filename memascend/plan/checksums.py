@@ -13,7 +13,7 @@ from memascend.base.sizes import ACTIVATIONS_BYTES
 from memascend.base.units import PAGE_BYTES
 from memascend.plan.muon import matrix_names
 from memascend.plan.request import PlanRequest
-from memascend.plan.shapes import ModelShapes
+from memascend.plan.shapes import ModelShapes, TensorShape
 
 # As csrc/nvme/space/checksums.hpp keeps them.
 #: Bytes that one checksum covers; with verification the unit of every transfer.
@@ -55,15 +55,23 @@ def _key_bytes(
     """Return the bytes of all keys together: exact, and in whole grains."""
     sizes: list[tuple[int, int]] = []  # (bytes, number of such keys)
     world = request.world
-    values = 2 if request.may_begin_early else 1
+    matrices = matrix_names(shapes, request)
+
+    def values_of(tensor: TensorShape) -> int:
+        is_applied = request.applies_updates and tensor.name in matrices
+        return 2 if request.may_begin_early or is_applied else 1
+
     if request.parameters_device == "nvme":
         itemsize = request.param_itemsize
         sizes += [(tensor.shard_bytes(world, itemsize), 1) for tensor in shapes.tensors]
-        sizes += [(tensor.shard_bytes(world, itemsize), values - 1) for tensor in shapes.trainable]
+        sizes += [
+            (tensor.shard_bytes(world, itemsize), values_of(tensor) - 1)
+            for tensor in shapes.trainable
+        ]
     if request.optimizer_device == "nvme":
-        window, matrices = request.window, matrix_names(shapes, request)
+        window = request.window
         for tensor in shapes.trainable:
-            numel = tensor.shard_numel(world)
+            numel, values = tensor.shard_numel(world), values_of(tensor)
             is_matrix = request.is_tiled and tensor.name in matrices  # its update is set
             sets = 1 if is_matrix else gradients_set
             sizes.append((numel * window.sum_itemsize, window.sums + sets))
@@ -75,7 +83,7 @@ def _key_bytes(
             if is_matrix:
                 momentum, scales = divmod(request.momentum_itemsize, 1)
                 kinds = (momentum, scales, request.flag_itemsize)
-                sizes += [(math.ceil(numel * itemsize), 1) for itemsize in kinds]
+                sizes += [(math.ceil(numel * itemsize), values) for itemsize in kinds]
             else:
                 sizes += [(nbytes, values) for nbytes in request.states_keys(numel)]
     exact = sum(nbytes * count for nbytes, count in sizes)

@@ -82,6 +82,7 @@ class Plan(Footprint):
     held_up: float
     early_numel: int  # elements of the sub-groups that may be stepped during backward
     updates_bytes: int  # bytes of Muon's updates, which the step writes, and reads again
+    matrices_numel: int  # elements that Muon updates, matrix by matrix
     resident: Mapping[str, int] = field(default_factory=dict)  # bytes in memory, by stream
     #: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     not_ours: Mapping[str, int] = field(default_factory=dict)
@@ -389,6 +390,7 @@ def _traffic(
         "halves_read_bytes": halves_bytes,
         "passes_written_bytes": passes_written,
         "updates_bytes": updates_bytes,
+        "matrices_numel": matrices_numel(shapes, request),
         "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
         "early_numel": early_numel,
     }

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from memascend.base.streams import PARAMETERS
 from memascend.base.units import format_nbytes
 from memascend.plan.derive import Plan, begun_early
-from memascend.plan.optimizer_dtypes import FP32
+from memascend.plan.optimizer_dtypes import BF16, FP32, INT8_BF16
 from memascend.plan.request import ITEMSIZES
 from memascend.plan.shapes import ModelShapes
 from memascend.plan.step_time import optimizer_parts
@@ -47,13 +47,19 @@ def checkpoint_bytes(plan: Plan, *, is_portable: bool) -> int:
     """Return the bytes of this rank's part of a checkpoint, without alignment and small files.
 
     Master weights are in two files, states in two if `is_portable` (`checkpoint.portable`), else in
-    one. Codes are decoded to fp32. Frozen parameters are saved once.
+    one. Codes are decoded to fp32. A matrix of Muon has momentum alone. Frozen parameters are saved
+    once.
     """
-    request = plan.request
-    state_itemsize = ITEMSIZES.get(request.state_dtype, ITEMSIZES[FP32])
-    states_bytes = request.states * state_itemsize * (_COPIES if is_portable else 1)
-    frozen_bytes = max(0, model_bytes(plan) - plan.trained_numel * request.param_itemsize)
-    return plan.trained_numel * (_COPIES * request.master_itemsize + states_bytes) + frozen_bytes
+    request, numel = plan.request, plan.trained_numel
+    itemsize = ITEMSIZES.get(request.state_dtype, ITEMSIZES[FP32])
+    of_states = request.states * itemsize
+    if request.state_dtype == INT8_BF16:
+        of_states += ITEMSIZES[BF16] - itemsize
+    others = numel - plan.matrices_numel
+    states_bytes = others * of_states + plan.matrices_numel * request.master_itemsize
+    frozen_bytes = max(0, model_bytes(plan) - numel * request.param_itemsize)
+    copies = _COPIES if is_portable else 1
+    return numel * _COPIES * request.master_itemsize + copies * states_bytes + frozen_bytes
 
 
 def saving_bytes(plan: Plan) -> int:

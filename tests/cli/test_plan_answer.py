@@ -75,6 +75,23 @@ def test_space_for_second_values_is_told_where_a_checkpoint_has_room_beside_them
         assert (found["fits"], found["second_bytes"] > 0) == (True, has_room)
 
 
+def test_second_values_of_muon_are_only_for_a_drive_with_room_for_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+    keys = {"bf16": {"enabled": True}, "optimizer": {"type": "Muon"}, "gradient_clipping": 0}
+    config.write_text(json.dumps({"zero_optimization": zero, **keys}))
+    arguments = ("Llama-3.1-8B", "--config", str(config), "--drive-space")
+    roomy, tight = (answer(capsys, *arguments, space) for space in ("2TB", "150GB"))
+    assert roomy["fits"]
+    assert tight["fits"]
+    matrices = 6.98e9
+    assert roomy["drive_bytes"] - tight["drive_bytes"] == pytest.approx(4.1 * matrices, rel=0.02)
+    assert tight["written_bytes"] - roomy["written_bytes"] == pytest.approx(2 * matrices, rel=0.02)
+
+
 def test_checkpoints_are_counted_beside_the_run_and_the_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -75,6 +75,14 @@ def test_every_key_on_the_drive_ends_with_a_whole_grain(
     assert rounding_bytes(model(numel), request(**changes)) == added
 
 
+def test_a_matrix_whose_updates_are_applied_has_all_it_changes_twice() -> None:
+    matrix = ModelShapes("m", (TensorShape("up", (1, 1)),))
+    once = rounding_bytes(matrix, request(optimizer="Muon"))
+    twice = rounding_bytes(matrix, request(optimizer="Muon", applies_updates=True))
+    # Parameter, low half, momentum and flags; an element has less than a byte of flags.
+    assert twice - once == 4 * GRAIN_BYTES - (2 + 2 + 2 + 1)
+
+
 def test_a_frozen_tensor_has_no_other_keys_than_its_own() -> None:
     assert rounding_bytes(model(1, trainable=False), request()) == GRAIN_BYTES - 2
 

@@ -13,6 +13,7 @@ from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
 from memascend.plan.knobs import LimitTooSmallError
+from memascend.plan.muon import matrices_of
 from memascend.plan.second_values import (
     advise_during_backward,
     checkpoint_bytes,
@@ -136,6 +137,7 @@ def test_frozen_parameters_are_saved_though_they_have_no_second_values() -> None
         ({}, 24, 16),
         ({"state_dtype": "bf16"}, 16, 12),
         ({"state_dtype": "int8"}, 24, 16),  # decoded
+        ({"state_dtype": "int8/bf16"}, 20, 14),
         ({"optimizer": "SGD"}, 8, 8),
     ],
 )
@@ -146,6 +148,15 @@ def test_a_checkpoint_has_weights_twice_and_states_once_or_twice(
     assert checkpoint_bytes(plan, is_portable=True) == portable * MODEL.numel
     assert checkpoint_bytes(plan, is_portable=False) == small * MODEL.numel
     assert model_bytes(plan) == 2 * MODEL.numel
+
+
+def test_a_checkpoint_of_muon_has_one_state_for_a_matrix() -> None:
+    plan = derive(MODEL, request=PlanRequest(optimizer="Muon"))
+    numel = sum(one.numel for one in matrices_of(MODEL))
+    assert plan.matrices_numel == numel > 0.8 * MODEL.numel
+    for is_portable, (others, matrix) in {True: (24, 16), False: (16, 12)}.items():
+        found = checkpoint_bytes(plan, is_portable=is_portable)
+        assert found == others * (MODEL.numel - numel) + matrix * numel
 
 
 def test_the_note_has_the_bytes_of_steps_after_during_and_made_again() -> None:

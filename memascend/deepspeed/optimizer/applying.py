@@ -1,8 +1,8 @@
 """Whether Muon's updates are applied as they are made, which this rank decides for each sub-group.
 
-They are without clipping and without a loss scale, where all values of a sub-group are on the
-drive, and the drive has room for second values and for saving the run beside them. Otherwise
-updates are written, and read again by the walk.
+They are without clipping, a loss scale or hooks of the optimizer, where all values of a sub-group
+are on the drive, and the drive has room for second values and for saving the run beside them.
+Otherwise updates are written, and read again by the walk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
+from memascend.deepspeed.optimizer.fused_muon import update_of
+from memascend.deepspeed.optimizer.plain_adam import why_not_plain_step
 from memascend.deepspeed.optimizer.room import too_little_room
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import StoreFullError
@@ -62,7 +64,7 @@ class Applying:
 
         `settle` has to follow.
         """
-        if not self.is_wanted or self.values is None:
+        if not self.is_wanted or self.values is None or why_not_plain_step(self._upstream.base):
             return set()
         chosen = {name for name, number in numbers.items() if self._may(name, number)}
         self._is_full = not all(self._has_room(name, numbers[name]) for name in chosen)
@@ -84,6 +86,7 @@ class Applying:
         group = self._runtime.optimizer.groups.group(name)
         # A fill has no bytes: before the first step there is no momentum to keep.
         is_plain = not group.is_coded(MOMENTUM) and not group.fills
+        is_plain = is_plain and update_of(self._upstream.hyperparameters(number)) is not None
         return is_plain and self.values.is_on_drive(name, self._upstream.members(number))
 
     def _has_room(self, name: str, number: int) -> bool:

@@ -104,6 +104,7 @@ class FusedAdam:
         *,
         recomputes: bool,
         refuse: Refuse | None = None,
+        caller: Any = None,
     ) -> None:
         """Take an optimizer that has not made a step yet.
 
@@ -115,8 +116,9 @@ class FusedAdam:
             recomputes: Result of `recomputes_powers`.
             refuse: Returns the error to raise if a step cannot be fused; None: the optimizer then
                 steps by itself.
+            caller: Optimizer whose `step()` calls this one's; None: there is none.
         """
-        self._optimizer = optimizer
+        self._optimizer, self._caller = optimizer, caller
         self._tail_width = tail_width
         self._moments = moments or dict.fromkeys(MOMENTS, torch.float32)
         self._has_codes = any(map(is_code, self._moments.values()))
@@ -192,7 +194,10 @@ class FusedAdam:
             return f"its states are {dict(states)}, not {dict(self._moments)}"
         if type(values.get("step")) is not int:
             return f"its count of steps is {values.get('step')!r}, not a whole number"
-        return why_not_plain_numbers(group) or why_not_plain_step(self._optimizer)
+        reason = why_not_plain_numbers(group) or why_not_plain_step(self._optimizer)
+        if not reason and self._caller is not None:
+            reason = why_not_plain_step(self._caller)
+        return reason
 
     def _call_operator(self, calls: Sequence[Call]) -> list[BetaPowers]:
         """Call the operator once for each sub-group, as stock's step; return the powers of each.
@@ -273,6 +278,7 @@ def fused_adam(
     is_wanted: bool = True,
     fewer: str = "",
     largest_numel: int = 0,
+    caller: Any = None,
 ) -> FusedAdam | OwnSteps:
     """Return the fused steps of an optimizer, or its own ones.
 
@@ -285,6 +291,7 @@ def fused_adam(
             there are none. The dtype in `shape` cannot tell: it is bf16 too if DeepSpeed itself
             keeps states in bf16.
         largest_numel: Elements of the largest sub-group.
+        caller: As of `FusedAdam`.
 
     Raises:
         ConfigError: Fused steps are needed and not possible.
@@ -309,6 +316,7 @@ def fused_adam(
                 rank,
                 recomputes=recomputes,
                 refuse=refuse,
+                caller=caller,
             )
         reason = "on this machine DeepSpeed's operator gives other bits"
     if refuse is not None:

@@ -34,7 +34,7 @@ def fused_steps(
             raise refusal_of_muon()
         adam: FusedAdam | OwnSteps = OwnSteps()
         if (other := optimizer.aux_optimizer) is not None:
-            adam = fused_adam(other, shape, rank, is_wanted=is_wanted, **options)
+            adam = fused_adam(other, shape, rank, is_wanted=is_wanted, caller=optimizer, **options)
         return FusedMuon(optimizer, adam) if is_wanted else adam
     return fused_adam(optimizer, shape, rank, is_wanted=is_wanted, **options)
 
@@ -68,13 +68,13 @@ class FusedMuon:
         others = iter(self._adam.updates([one for one in sub_groups if not one[0]["use_muon"]]))
         is_plain = not why_not_plain_step(self._optimizer)
         return [
-            (_update_of(group) if is_plain else None) if group["use_muon"] else next(others)
+            (update_of(group) if is_plain else None) if group["use_muon"] else next(others)
             for group, _, _ in sub_groups
         ]
 
 
-def _update_of(group: Mapping[str, Any]) -> FusedUpdate | None:
-    """Return the update of matrices; None for hyperparameters that may change behind the step."""
+def update_of(group: Mapping[str, Any]) -> FusedUpdate | None:
+    """Return the step of matrices; None for hyperparameters that may change behind the step."""
     rate, decay = group["lr"], group["weight_decay"]
     if not isinstance(rate, (int, float)) or not isinstance(decay, (int, float)):
         return None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from deepspeed import comm as dist
 from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.ahead import AfterBackward, NothingAhead
 from memascend.deepspeed.optimizer.applying import Applying
+from memascend.deepspeed.optimizer.fused_muon import update_of
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.plan.optimizers import FIRST_MOMENT, MOMENTUM
 from memascend.runtime import Runtime
@@ -172,9 +172,13 @@ class MuonUpdates(NothingAhead):
     def _apply(self, name: str, number: int, pairs: Iterable[_Pair]) -> None:
         values = self._applying.values
         assert values is not None
-        group = self._upstream.hyperparameters(number)
+        step: Any = update_of(self._upstream.hyperparameters(number))
         members = self._upstream.members(number)
-        values.apply(name, members, self._updates(pairs), partial(_step, group))
+
+        def apply(weight: torch.Tensor, update: torch.Tensor) -> None:
+            step(weight=weight, gradient=update)
+
+        values.apply(name, members, self._updates(pairs), apply)
 
     def _updates(self, pairs: Iterable[_Pair]) -> Iterator[Update]:
         for matrix, following in pairs:
@@ -237,7 +241,7 @@ class MuonUpdates(NothingAhead):
 
     def note_final(self, step: Step, name: str, offset: int) -> None:
         """Read the first tiles of the walk, unless updates come before."""
-        if not self._applying.is_wanted:
+        if not self._applying.is_wanted or self._applying.values is None:
             self._after_backward.note_final(step, name, offset)
 
     def note_look(self) -> None:
@@ -274,12 +278,6 @@ def _call(
     from deepspeed.runtime.zero.muon.original_muon import muon_update
 
     return muon_update(gradient, momentum, **options), momentum
-
-
-def _step(group: Mapping[str, Any], weight: torch.Tensor, update: torch.Tensor) -> None:
-    """Step weights as DeepSpeed's MuonWithAuxAdam does."""
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.add_(update, alpha=-group["lr"])
 
 
 def uses_muon(params: Any) -> bool:

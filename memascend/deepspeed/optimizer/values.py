@@ -165,8 +165,8 @@ class TiledValues:
     @locked
     def _get_gradient(self, name: str, offset: int, target: torch.Tensor) -> None:
         self.runtime.on_device.check()  # else this would be the value of the pass before
-        self.runtime.gradients.get(name, offset, target)
         self._steps.note_look()
+        self.runtime.gradients.get(name, offset, target)
 
     def state(
         self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]

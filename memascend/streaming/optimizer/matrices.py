@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from memascend.base.interfaces import Device, Event
+from memascend.base.sizes import SCALE_NUMEL
 from memascend.base.waiting import event_here
 from memascend.streaming.gradients.accumulation import GradientShard
 from memascend.streaming.gradients.on_device import GradientsOnDevice
@@ -99,8 +100,11 @@ class MatrixStream:
         Call it before the update of the present matrix is launched: the memory may be filled once
         the work launched so far is done.
         """
-        stored = self._groups.group(part.group).read_dtypes[self._state]
+        group = self._groups.group(part.group)
+        stored = group.read_dtypes[self._state]
         nbytes = part.numel * (self._dtype.itemsize + stored.itemsize)
+        if group.is_coded(self._state) and part.offset % SCALE_NUMEL:
+            return  # its first momentum is rounded once more with the present matrix's
         if not self._has_memory or not self._on_device.grant(nbytes):
             return
         try:

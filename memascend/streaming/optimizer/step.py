@@ -31,7 +31,7 @@ class StepPhase(Enum):
     COLLECTING = auto()  #: Gradients arrive; all values belong to the last step.
     #: Gradients of matrices become updates, and their momentum moves on: neither can be done again.
     UPDATING = auto()
-    SKIPPED = auto()  #: DeepSpeed does not make it: the norm is not finite. Nothing has changed.
+    SKIPPED = auto()  #: DeepSpeed does not make it: the norm is not finite. No weight has changed.
     DECIDED = auto()  #: Updates, order and early tiles are chosen; no value has changed.
     WALKING = auto()  #: Some values may be new and others old.
     DONE = auto()  #: Every value is new.
@@ -83,7 +83,7 @@ class Step:
         self.order = order
         #: Fused update of each sub-group, by number; None: the optimizer steps it by itself.
         self.updates: Sequence[FusedUpdate | None] = ()
-        #: Tiles that were stepped during backward.
+        #: Tiles whose new values lie beside the old ones already.
         self.early: Begins = {}
         #: Multiplied into gradients first: a number, or a tensor of one element.
         self.factor: Any = 1.0

@@ -30,6 +30,7 @@ class Setting:
 
     def __init__(self, *, fused: bool = True, has_store: bool = True, **changes: Any) -> None:
         self.training = training = Training(lambda params: torch.optim.SGD(params, lr=1.0))
+        self.hyperparameters: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
         self.group = training.groups.group(NAME)
         self.group.apart = frozenset({MOMENTUM})
         training.groups.add_state(NAME, MOMENTUM, torch.bfloat16, 0.0)
@@ -43,6 +44,8 @@ class Setting:
             dtype=torch.bfloat16,
             loss_scale=1.0,
             members=lambda number: self.members,
+            base=training.optimizer,
+            hyperparameters=lambda number: self.hyperparameters,
         )
         for name, value in changes.items():
             setattr(upstream, name, value)
@@ -97,6 +100,17 @@ def test_before_the_first_step_and_in_memory_it_may_not() -> None:
     setting.members = [Member(0, NUMEL, torch.bfloat16, tensor=torch.empty(NUMEL))]
     assert setting.applying.choose(NUMBERS) == set()
     assert setting.applying.is_wanted
+
+
+def test_with_hooks_or_a_rate_that_may_change_it_may_not() -> None:
+    setting = Setting()
+    setting.hyperparameters["lr"] = torch.tensor(1.0)
+    assert setting.applying.choose(NUMBERS) == set()
+    setting.hyperparameters["lr"] = 1.0
+    hook = setting.training.optimizer.register_step_pre_hook(lambda *arguments: None)
+    assert setting.applying.choose(NUMBERS) == set()
+    hook.remove()
+    assert setting.applying.choose(NUMBERS) == {NAME}
 
 
 def test_a_drive_without_room_is_told_once_and_asked_no_more(

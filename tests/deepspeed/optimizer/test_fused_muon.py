@@ -89,16 +89,30 @@ def test_a_scheduler_may_change_the_rate_behind_a_step() -> None:
     assert torch.equal(weight, torch.ones(8).mul_(1 - RATE * DECAY))
 
 
-@pytest.mark.parametrize("change", ["tensor", "hook"])
-def test_matrices_are_stepped_by_the_optimizer_where_a_fused_step_could_differ(change: str) -> None:
+def test_matrices_with_a_rate_that_is_a_tensor_are_stepped_by_the_optimizer() -> None:
     optimizer = muon()
-    if change == "tensor":
-        optimizer.param_groups[0]["lr"] = torch.tensor(RATE)
-    else:
-        optimizer.register_step_post_hook(lambda *arguments: None)
+    optimizer.param_groups[0]["lr"] = torch.tensor(RATE)
     matrices, others = fused(optimizer).updates(inputs(optimizer))
     assert matrices is None
     assert others is not None
+
+
+@pytest.mark.parametrize("of_adam", [False, True])
+def test_hooks_are_called_since_the_optimizer_makes_every_step_then(of_adam: bool) -> None:
+    optimizer = muon()
+    hooked = optimizer.aux_optimizer if of_adam else optimizer
+    hooked.register_step_post_hook(lambda *arguments: None)
+    matrices, others = fused(optimizer).updates(inputs(optimizer))
+    assert others is None
+    assert (matrices is None) is not of_adam
+    with pytest.raises(ConfigError, match="hooks"):
+        fused(muon_with_hook(), fewer='state_dtype="int8"').updates(inputs(optimizer))
+
+
+def muon_with_hook() -> Any:
+    optimizer = muon()
+    optimizer.register_step_post_hook(lambda *arguments: None)
+    return optimizer
 
 
 def test_without_fused_steps_all_are_its_own() -> None:

@@ -125,6 +125,15 @@ def test_a_matrix_read_ahead_is_filled_behind_earlier_work_and_used_behind_its_c
     assert marks.log == ["wait"]
 
 
+def test_codes_that_share_a_scale_with_the_present_matrix_are_read_behind_it() -> None:
+    _, stream, _ = reading_ahead(momentum_dtype=torch.int8)
+    stream._on_device.room_bytes = 8 * NUMEL  # codes are decoded to fp32
+    stream.expect(MatrixPart(group=GROUP, offset=3000, numel=NUMEL))
+    assert stream._coming is None
+    stream.expect(MatrixPart(group=GROUP, offset=3072, numel=NUMEL))
+    assert stream._coming is not None
+
+
 def test_a_matrix_that_is_dropped_keeps_its_memory_until_its_copies_are_over() -> None:
     training, stream, marks = reading_ahead()
     training.gradient_stream.put(GROUP, OFFSET, values(1))
