@@ -37,11 +37,14 @@ def read_json_object(path: Path, name: str = "") -> dict[str, Any]:
     """Read a file that holds one JSON object; messages have its name, if any, before the path.
 
     Raises:
-        ConfigError: It cannot be read, is not JSON, or is not an object.
+        ConfigError: It cannot be read, is empty, is not JSON, or is not an object.
     """
     name = f"{name} {path}".lstrip()
     try:
-        content = parse_json(path.read_bytes())
+        text = path.read_bytes()
+        if not text.strip():
+            raise ConfigError(f"{name} is empty: the program that should have written it failed")
+        content = parse_json(text)
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror}") from error
     except ValueError as error:

@@ -81,7 +81,7 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--config", type=Path, help="a DeepSpeed JSON (default: see the output)")
     parser.add_argument(
         "--limit",
-        help='host memory per rank: "6GiB", bytes, or a fraction of available memory, such as 0.5',
+        help='host memory per rank: "6GiB", bytes, or a fraction of the total memory, such as 0.5',
     )
     parser.add_argument("--world", type=whole_number, default=1, help="ranks (default: 1)")
     parser.add_argument(

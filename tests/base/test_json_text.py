@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memascend.base.json_text import parse_json, show_json
+from memascend.base.json_text import parse_json, read_json_object, show_json
+from memascend.errors import ConfigError
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -68,3 +70,10 @@ def test_what_is_nested_is_shown_to_some_depth() -> None:
 def test_what_json_does_not_have_is_shown_too() -> None:
     assert show_json(math.inf) == "Infinity"
     assert show_json(b"bytes") == "b'bytes'"
+
+
+def test_a_file_that_a_failed_command_left_empty_is_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match=r"--config .*ds\.json is empty: the program"):
+        read_json_object(file, "--config")
