@@ -19,7 +19,7 @@ from torch import nn
 
 from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
-from memascend.slices.layers import Batch, Slicer, check_hooks, check_module
+from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
 
 #: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
@@ -54,7 +54,7 @@ class SlicedHead:
             return self._original(*arguments, **keywords)
         try:
             given = self._bind(arguments, keywords)
-            loss_of = self._check(given, batch)
+            loss_of = self._check(given)
         except CannotCut as reason:
             self._note(str(reason))
             return self._original(*arguments, **keywords)
@@ -70,8 +70,12 @@ class SlicedHead:
             with self._base_as(lambda *_, **__: base_output):
                 return self._original(**given)
 
+    @property
+    def _name(self) -> str:
+        return f"the head of {type(self._model).__name__}"
+
     def _note(self, reason: str) -> None:
-        self._slicer.note(f"the head of {type(self._model).__name__}", reason)
+        self._slicer.note(self._name, reason)
 
     def _bind(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         bound = inspect.signature(self._original).bind_partial(*arguments, **keywords)
@@ -83,7 +87,7 @@ class SlicedHead:
                 given |= given.pop(name, {})
         return given
 
-    def _check(self, given: dict[str, Any], batch: Batch) -> SlicedLoss:
+    def _check(self, given: dict[str, Any]) -> SlicedLoss:
         """Return the model's loss, if all of the head is known."""
         if given.get("fused_lm_head"):
             raise CannotCut("TRL computes it in chunks of tokens (fused_lm_head)")
@@ -95,15 +99,13 @@ class SlicedHead:
             raise CannotCut("its hidden states are asked for (output_hidden_states)")
         for module in self._tail():
             check_hooks(module)
-            check_module(module, is_packed=batch.documents is not None)
+            check_module(module)
         function: Any = getattr(self._model, "loss_function", None)
         if getattr(function, "__name__", None) not in LOSSES:
             raise CannotCut(f"its loss is not one of {', '.join(LOSSES)}")
         config: Any = self._model.config
         loss_of = SlicedLoss(function, config, given["labels"], given.get("shift_labels"))
         if loss_of.labels_of is LabelsOf.SEQUENCES:
-            if batch.documents is not None:
-                raise CannotCut("a label belongs to a row of several documents")
             text: Any = config.get_text_config()
             if getattr(text, "pad_token_id", None) is None:  # slices of one row need none
                 raise CannotCut("it has no padding token (pad_token_id)")
@@ -170,7 +172,8 @@ class SlicedHead:
         if loss_of.shifts and batch.documents is not None:  # a last label is in the next slice
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
-        losses = self._slicer.run(tail, leaves, self._params(), LossCut(batch.cut(leaves)))
+        cut = self._slicer.cut(self._name, leaves, lambda: self._cut(leaves, loss_of, batch))
+        losses = self._slicer.run(tail, leaves, self._params(), LossCut(cut))
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
         loss = losses.sum(dtype=sum_dtype)
@@ -181,6 +184,14 @@ class SlicedHead:
         read = functools.partial(self._read_logits, base_type, hidden.detach(), keywords)
         object.__setattr__(output, _READ, read)
         return output
+
+    def _cut(self, leaves: Leaves, loss_of: SlicedLoss, batch: Batch) -> Cut:
+        if batch.documents is not None:
+            if loss_of.labels_of is LabelsOf.SEQUENCES:
+                raise CannotCut("a label belongs to a row of several documents")
+            for module in self._tail():
+                check_keeps_documents(module)
+        return batch.cut(leaves)
 
     def _run_rest(self, given: dict[str, Any], base_output: Any) -> dict[str, Any]:
         """Return the outputs that are no sums over slices; none without router logits.

@@ -62,6 +62,8 @@ class Batch:
             CannotCut: It cannot be cut.
         """
         if self.documents is not None:
+            if layer is not None:
+                check_keeps_documents(layer)
             return cut_documents(leaves, self.documents, mixes=layer is not None)
         if layer is None:
             return cut_batch(leaves, self.sequences, self.count)
@@ -158,9 +160,10 @@ class Slicer:
         params = tuple(module.parameters())
         weights = self._weights_of(params)  # also of a call that is not cut: they are used
         try:
-            check_module(module, is_packed=batch.documents is not None)
+            check_module(module)
             check_hooks(module)
-            cut = self._cut(batch, leaves, module, is_layer=is_layer)
+            layer = module if is_layer else None
+            cut = self.cut(type(module).__name__, leaves, lambda: batch.cut(leaves, layer))
             kept = _kept_tensors(module)
             routers = recorded()
             if routers is not None:
@@ -173,22 +176,28 @@ class Slicer:
         del weights
         return otherwise()
 
-    def _cut(self, batch: Batch, leaves: Leaves, module: nn.Module, *, is_layer: bool) -> Cut:
-        """Cut the arguments of a module, into one slice if their shapes do not tell how.
+    def cut(self, name: str, leaves: Leaves, cut: Callable[[], Cut]) -> Cut:
+        """Return a cut of a call; one slice if this rank's batch cannot be cut.
 
-        On another rank shapes may tell: parameters are to be gathered as often there as here.
+        Another rank's batch may be cut, and every rank has to gather parameters and reduce
+        gradients equally often.
+
+        Args:
+            name: The module, for the log.
+            leaves: Its arguments.
+            cut: Cuts them.
 
         Raises:
-            CannotCut: They have other values than tensors.
+            CannotCut: They have other values than tensors, as on all ranks.
         """
         try:
-            return batch.cut(leaves, module if is_layer else None)
+            return cut()
         except CannotCut as reason:
             tensors = [one for one in leaves.values if torch.is_tensor(one)]
             others = [one for one in leaves.values if not torch.is_tensor(one)]
             if not tensors or not all(isinstance(one, SHARED_TYPES) for one in others):
                 raise
-            self.note(type(module).__name__, str(reason))
+            self.note(name, str(reason))
             return WholeCut()
 
     def note(self, name: str, reason: str) -> None:
@@ -238,19 +247,21 @@ def _unpack(
     return module, function, Leaves.of(arguments, keywords)
 
 
-def check_module(module: nn.Module, *, is_packed: bool) -> None:
-    """Raise CannotCut if the output of one sequence may depend on others.
-
-    In a row that `is_packed` also if tokens may depend on others by more than attention.
-    """
+def check_module(module: nn.Module) -> None:
+    """Raise CannotCut if the output of one sequence may depend on others."""
     for one in module.modules():
         name = type(one).__name__
         if isinstance(one, nn.modules.batchnorm._BatchNorm):
             raise CannotCut(f"{name} computes statistics of the batch")
         if getattr(one, "batch_first", True) is False:
             raise CannotCut(f"{name} has the batch in the second dimension (batch_first=False)")
-        if is_packed and isinstance(one, nn.RNNBase | nn.modules.conv._ConvNd):
-            raise CannotCut(f"{name} may join the documents of its row")
+
+
+def check_keeps_documents(module: nn.Module) -> None:
+    """Raise CannotCut if tokens of a packed row may depend on others by more than attention."""
+    for one in module.modules():
+        if isinstance(one, nn.RNNBase | nn.modules.conv._ConvNd):
+            raise CannotCut(f"{type(one).__name__} may join the documents of its row")
 
 
 def is_of_transformers(module: nn.Module) -> bool:

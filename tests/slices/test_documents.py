@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memascend.slices.cut import CannotCut, Leaves
 from memascend.slices.documents import Documents, cut_documents, find_documents
 from tests.parity import families
-from tests.support.sliced_models import assert_close, make, run
+from tests.support.sliced_models import assert_close, gradients, make, run, sliced
 
 LENGTHS = (5, 3, 8, 4, 6, 6)
 TOKENS = sum(LENGTHS)
@@ -152,6 +153,47 @@ def test_gradients_are_those_of_the_whole_row(
         assert [numbers for _, numbers in passes] == [list(range(count))] * len(passes)
         assert len(passes) == 2 * (2 + 3)  # layers, embedding, norm and head
     assert "computes the whole batch" not in caplog.text
+
+
+class Convolution(nn.Module):
+    """A layer that joins neighbouring tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.convolution(states.mT).mT)
+
+
+class Joining(nn.Module):
+    """A model with one such layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, 8), Convolution()
+
+    def forward(self, *, input_ids: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
+        states = checkpoint(self.layer, self.embedding(input_ids), use_reentrant=False)
+        return states.square().mean()
+
+
+def test_a_layer_that_joins_documents_is_one_slice_as_on_a_rank_with_one_document(
+    passes: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind it both reduce as many zeros as they lack slices."""
+    torch.manual_seed(0)
+    model = Joining()
+    row = {"input_ids": torch.randint(50, (1, TOKENS))}
+    model(**row).backward()
+    expected = gradients(model)
+    for inputs in (row | {"position_ids": POSITIONS}, row):
+        passes.clear()
+        with sliced(model).running((), inputs, lambda _: 2):
+            model(**inputs).backward()
+        assert_close(gradients(model), expected)
+        assert passes[1:3] == [("forward", [0]), ("backward", [0])]
+    assert "Conv1d may join the documents" in caplog.text
 
 
 def test_without_documents_a_row_is_one_slice(passes: list[Any]) -> None:

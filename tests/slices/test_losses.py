@@ -180,21 +180,27 @@ def embedded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed", "reason"),
+    ("changed", "reason", "first"),
     [
-        ("classes", one_row, "a row of several documents"),
-        ("classes", embedded, "more than hidden states"),
+        # One slice, as on a rank whose row has one document.
+        (one_row, "a row of several documents", [0]),
+        (embedded, "more than hidden states", [0, 1]),  # the norm's, before a head without slices
     ],
 )
 def test_a_classifier_that_cannot_be_cut_stays_whole(
-    kind: str, changed: Any, reason: str, caplog: pytest.LogCaptureFixture
+    changed: Any,
+    reason: str,
+    first: list[int],
+    passes: list[Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, inputs = make(kind)
+    model, inputs = make("classes")
     inputs = changed(inputs)
     loss, expected = run(model, inputs, 0)
     with caplog.at_level(logging.WARNING):
         found_loss, found = run(model, inputs, 2)
     assert reason in caplog.text
+    assert next(numbers for kind, numbers in passes if kind == "backward") == first
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
 
