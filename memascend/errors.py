@@ -101,21 +101,21 @@ class IncompleteGradientError(MemAscendError, RuntimeError):
 
 
 class LoneRankError(MemAscendError, RuntimeError):
-    """A rank tried a pass again in which other ranks did not fail.
+    """A rank failed in a pass alone and continued, while other ranks wait in that pass.
 
     Attributes:
         rank: The rank that failed.
-        others: The ranks that did not.
+        others: The ranks that may wait for it.
     """
 
     def __init__(self, rank: int, others: list[int], patience_s: float) -> None:
         self.rank, self.others = rank, others
         super().__init__(
-            f"rank {rank} ran out of device memory in a pass and tries it again, but rank(s) "
+            f"rank {rank} failed in a pass and begins another one, but rank(s) "
             f"{', '.join(map(str, others))} did not fail in it within {patience_s:.0f} s: they "
-            "wait in the collectives of the failed pass. fix: start all ranks again with smaller "
-            "slices (memascend.micro_batches.sequences) or a smaller batch; a script may try a "
-            "pass again only if all ranks fail in it"
+            "wait in the collectives of the failed pass. fix: start all ranks again; if device "
+            "memory ran out, with smaller slices (memascend.micro_batches.sequences) or a smaller "
+            "batch. A script may try a pass again only if all ranks fail in it"
         )
 
 

@@ -24,6 +24,7 @@ class FakeRuntime:
         self.adopted: list[Any] = []
         self.ledger_count = 0
         self.limit_bytes = 5
+        self.new_event = None
         self.background = BackgroundStep()
         self._wear = WearMeter(budget_bytes=self.config.wear.write_budget)
         self._steps = 0

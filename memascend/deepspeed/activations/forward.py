@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import attachment_of_optimizer
-from memascend.deepspeed.attach.lone_failure import noting
+from memascend.deepspeed.attach.lone_failure import noting_forward
 from memascend.deepspeed.monitor.engine import watching_forward
 from memascend.deepspeed.older_releases import begin_forward
 from memascend.deepspeed.slices.engine import repeating, slicing
@@ -37,11 +37,22 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             ):
                 return original(self, *inputs, **keywords)
 
-        attachment = attachment_of_optimizer(self.optimizer)
-        with noting(None if attachment is None else attachment.failures, begins=True):
+        with _noting(self):
             return repeating(self, run)
 
     return forward
+
+
+def _noting(engine: Any) -> AbstractContextManager[None]:
+    attachment = attachment_of_optimizer(engine.optimizer)
+    if attachment is None or attachment.failures is None:
+        return nullcontext()
+    return noting_forward(
+        attachment.failures,
+        # A pass of a step may have no gradient yet, as the first one of GradCache.
+        trains=engine.module.training or torch.is_grad_enabled(),
+        was_left=engine.optimizer.passes.passes.was_left(),
+    )
 
 
 def saving(engine: Any) -> AbstractContextManager[object]:

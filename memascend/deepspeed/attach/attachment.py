@@ -48,8 +48,8 @@ class Attachment:
         self.runtime = runtime
         #: Set by memascend/deepspeed/slices/engine.py; None until a forward pass in slices.
         self.slices: Any = None
-        #: Passes that failed on one rank alone; None with one rank.
-        self.failures = lone_failures()
+        #: Passes and steps that failed on one rank alone; None with one rank.
+        self.failures = lone_failures(runtime.new_event)
         self.status = None if place is None else _status_file(weakref.ref(self), place)
         self._heap = heap
         self._drives = drives

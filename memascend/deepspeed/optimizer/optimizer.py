@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.attach.lone_failure import noting
 from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks
 from memascend.deepspeed.optimizer.choice import StepPath, choose_streams, reduction_of_sums
 from memascend.deepspeed.optimizer.construction import Construction
@@ -177,7 +178,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             TornStepError: The last step ended half-way; load a checkpoint first.
         """
         self.passes.check()
-        self.steps.step(partial(super().step, closure))
+        with noting(self.attachment.failures):
+            self.steps.step(partial(super().step, closure))
 
     def _partition_all_parameters(self) -> None:
         """Partition as DeepSpeed, and release shards that were read ahead and not used.

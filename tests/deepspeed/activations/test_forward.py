@@ -25,7 +25,8 @@ class Attachment:
         section = SimpleNamespace(enabled=enabled, min_bytes=1024)
         config = SimpleNamespace(activations=section, micro_batches=None)
         self.runtime = SimpleNamespace(config=config, activations=activation_stream())
-        self.status = self.slices = self.failures = None
+        self.status = self.slices = None
+        self.failures: Any = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -72,6 +73,26 @@ def test_an_optimizer_that_deepspeed_does_not_tell_is_told_before_the_pass() -> 
     engine.optimizer.clear_backward_seen_flag = lambda: engine.seen.append("begun")
     run(engine)
     assert engine.seen == ["begun", None]
+
+
+@pytest.mark.parametrize(
+    ("trains", "has_gradient", "expected"),
+    [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
+)
+def test_an_evaluation_is_told_from_a_pass_of_a_step(
+    trains: bool, has_gradient: bool, expected: bool
+) -> None:
+    begun: list[dict[str, bool]] = []
+    attachment = Attachment(enabled=False)
+    attachment.failures = SimpleNamespace(
+        begin_pass=lambda **keywords: begun.append(keywords), end_pass=lambda **_: None
+    )
+    passes = SimpleNamespace(passes=SimpleNamespace(was_left=lambda: True))
+    engine = Engine(SimpleNamespace(attachment=attachment, passes=passes))
+    engine.module.train(trains)
+    with torch.set_grad_enabled(has_gradient):
+        run(engine)
+    assert begun == [{"trains": expected, "was_left": True}]
 
 
 def test_without_gradients_nothing_is_done() -> None:

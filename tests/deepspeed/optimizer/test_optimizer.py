@@ -135,6 +135,22 @@ def test_a_step_with_gradients_that_nobody_reduced_is_refused() -> None:
         in_backward().step()
 
 
+def test_a_step_that_runs_out_of_device_memory_is_noted() -> None:
+    """Other ranks wait for this one's part of a matrix of Muon."""
+    optimizer, noted, error = made({}), [], torch.OutOfMemoryError("no room")
+
+    def step(_: object) -> None:
+        raise error
+
+    failures = SimpleNamespace(note=noted.append)
+    optimizer._construction = SimpleNamespace(attach=lambda: SimpleNamespace(failures=failures))
+    optimizer.passes = SimpleNamespace(check=lambda: None)
+    optimizer.steps = SimpleNamespace(step=step)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert noted == [error]
+
+
 def test_a_forward_pass_inside_a_backward_pass_keeps_its_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
