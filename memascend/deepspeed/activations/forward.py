@@ -29,6 +29,7 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
         def run() -> Any:
             if attachment_of_optimizer(self.optimizer) is not None:
+                self.optimizer.check_values()  # its parameters may be in memory
                 begin_forward(self.optimizer)
             with (
                 watching_forward(self, inputs, keywords),

@@ -116,10 +116,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.upstream.wait_writes()
         for swapper in set(map(swapper_of, self.upstream.all_params)):
             if swapper is not None:
-                swapper.watch_gathers(self._check_values)
+                swapper.watch_gathers(self.check_values)
 
-    def _check_values(self) -> None:
-        """Refuse parameters of a torn step; a load may gather some before it mends it."""
+    def check_values(self) -> None:
+        """Refuse parameters of a torn step; a load may gather some before it mends it.
+
+        Raises:
+            TornStepError: The last step or load ended half-way.
+        """
         if not self.checkpoint.is_active:
             self.steps.values.check()
 

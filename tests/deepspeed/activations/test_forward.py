@@ -13,6 +13,7 @@ import torch
 
 from memascend.deepspeed.activations import forward as module
 from memascend.deepspeed.attach import attachment as attaching
+from memascend.errors import TornStepError
 from tests.support.activation_streams import activation_stream
 
 pytestmark = pytest.mark.deepspeed
@@ -30,6 +31,11 @@ class Attachment:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def ours(attachment: Attachment, **more: Any) -> Any:
+    """Our optimizer, as the wrapper uses it."""
+    return SimpleNamespace(attachment=attachment, check_values=lambda: None, **more)
 
 
 class Engine:
@@ -59,7 +65,7 @@ def run(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [None, object(), SimpleNamespace(attachment=Attachment(enabled=False))],
+    [None, object(), ours(Attachment(enabled=False))],
     ids=["inference", "stock", "off"],
 )
 def test_where_it_is_not_on_nothing_is_done(optimizer: Any) -> None:
@@ -69,7 +75,7 @@ def test_where_it_is_not_on_nothing_is_done(optimizer: Any) -> None:
 
 
 def test_an_optimizer_that_deepspeed_does_not_tell_is_told_before_the_pass() -> None:
-    engine = Engine(SimpleNamespace(attachment=Attachment(enabled=False)))
+    engine = Engine(ours(Attachment(enabled=False)))
     engine.optimizer.clear_backward_seen_flag = lambda: engine.seen.append("begun")
     run(engine)
     assert engine.seen == ["begun", None]
@@ -88,16 +94,28 @@ def test_an_evaluation_is_told_from_a_pass_of_a_step(
         begin_pass=lambda **keywords: begun.append(keywords), end_pass=lambda **_: None
     )
     passes = SimpleNamespace(passes=SimpleNamespace(was_left=lambda: True))
-    engine = Engine(SimpleNamespace(attachment=attachment, passes=passes))
+    engine = Engine(ours(attachment, passes=passes))
     engine.module.train(trains)
     with torch.set_grad_enabled(has_gradient):
         run(engine)
     assert begun == [{"trains": expected, "was_left": True}]
 
 
+def test_no_pass_begins_with_values_of_two_steps() -> None:
+    engine = Engine(ours(Attachment(enabled=False)))
+
+    def refuse() -> None:
+        raise TornStepError("torn")
+
+    engine.optimizer.check_values = refuse
+    with pytest.raises(TornStepError):
+        run(engine)
+    assert engine.seen == []
+
+
 def test_without_gradients_nothing_is_done() -> None:
     attachment = Attachment(enabled=True)
-    engine = Engine(SimpleNamespace(attachment=attachment))
+    engine = Engine(ours(attachment))
     with torch.no_grad():
         run(engine)
     assert engine.seen == [None]
@@ -106,7 +124,7 @@ def test_without_gradients_nothing_is_done() -> None:
 
 def test_what_forward_saves_goes_and_comes_back() -> None:
     attachment = Attachment(enabled=True)
-    engine = Engine(SimpleNamespace(attachment=attachment))
+    engine = Engine(ours(attachment))
     stock = Engine(None)
     stock.module.load_state_dict(engine.module.state_dict())
     loss = run(engine)
@@ -122,14 +140,14 @@ def test_what_forward_saves_goes_and_comes_back() -> None:
 
 
 def test_an_error_ends_the_hooks() -> None:
-    engine = Engine(SimpleNamespace(attachment=Attachment(enabled=True)))
+    engine = Engine(ours(Attachment(enabled=True)))
     with pytest.raises(TypeError, match="unsupported operand"):
         module.wrap_forward(Engine.forward)(engine, torch.zeros(64, 64), scale=None)
     assert module.current.get() is None
 
 
 def test_where_hooks_cannot_be_set_nothing_stays_behind() -> None:
-    engine = Engine(SimpleNamespace(attachment=Attachment(enabled=True)))
+    engine = Engine(ours(Attachment(enabled=True)))
     refused = torch.autograd.graph.disable_saved_tensors_hooks("not here")
     with refused, pytest.raises(RuntimeError, match="not here"):
         run(engine)

@@ -79,9 +79,9 @@ def test_parameters_of_a_torn_step_are_gathered_by_a_load_alone() -> None:
     optimizer = made({})
     optimizer.steps.current.note_load()
     with pytest.raises(TornStepError, match="load a checkpoint"):
-        optimizer._check_values()
+        optimizer.check_values()
     with optimizer.checkpoint.active():
-        optimizer._check_values()
+        optimizer.check_values()
 
 
 def test_deepspeeds_class_is_constructed_with_what_was_given(without_model: list[Any]) -> None:
