@@ -175,6 +175,7 @@ def _derive(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) 
         resident=resident,
         not_ours=_not_ours(shapes, request, knobs),
         host=host,
+        matrices_numel=matrices_numel(shapes, request),
         **_traffic(shapes, request, totals, resident, knobs),
     )
 
@@ -390,7 +391,6 @@ def _traffic(
         "halves_read_bytes": halves_bytes,
         "passes_written_bytes": passes_written,
         "updates_bytes": updates_bytes,
-        "matrices_numel": matrices_numel(shapes, request),
         "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
         "early_numel": early_numel,
     }

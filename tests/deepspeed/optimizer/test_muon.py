@@ -85,6 +85,7 @@ class Rank:
             loss_scale=1.0,
             params=[[], self.params, [SimpleNamespace(use_muon=False)]],
             masters=[SimpleNamespace(ds_id=name) for name in names],
+            base=self.training.optimizer,
             position_of=lambda param: (1, param.number * self.part_numel, self.part_numel),
             part_begin=lambda param, numel: rank * numel,
             hyperparameters=lambda number: {
