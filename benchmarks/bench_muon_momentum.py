@@ -10,6 +10,7 @@ other batches. Everything runs on the CPU, in one thread.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -132,38 +133,27 @@ def train(run: Run, seed: int, training: Training, text: Text) -> tuple[float, t
     return held_out_loss(whole.to(BF16).float(), training, text), whole
 
 
-class Bench:
-    """All trainings, and their rows."""
-
-    def __init__(self, size: Size, out: Path | None) -> None:
-        self._size, self._out = size, out
-        self._machine = harness.machine()
-        self._text = load_text(size.text_bytes)
-        self.rows: list[harness.Row] = []
-
-    def run(self, seeds: Sequence[int]) -> None:
-        """Trains every run of each seed."""
-        torch.set_num_threads(1)
-        training = self._size.training
-        for seed in seeds:
-            base: torch.Tensor | None = None
-            start = training.model.initial(seed).to(BF16).float()
-            for run in RUNS:
-                begin_s = time.perf_counter()
-                with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
-                    loss, last = train(run, seed, training, self._text)
-                base = last if base is None else base
-                distance = ((last - base).norm() / (base - start).norm()).item()
-                figures = {"loss": loss, "distance": distance}
-                config = {"parameters": training.model.numel, "steps": training.steps}
-                config |= {"seconds": time.perf_counter() - begin_s}
-                self.rows.append(
-                    harness.Row(
-                        "muon_momentum", f"seed {seed}", run.name, figures, config, self._machine
-                    )
-                )
-                print(f"seed {seed}, {run.name}: {figures}", flush=True)
-                harness.write("muon_momentum", self.rows, self._out)
+def trained(size: Size, out: Path | None) -> list[harness.Row]:
+    """Train every run of each seed; return a row for each."""
+    torch.set_num_threads(1)
+    machine, text, training = harness.machine(), load_text(size.text_bytes), size.training
+    rows: list[harness.Row] = []
+    for seed, run in itertools.product(size.seeds, RUNS):
+        begin_s = time.perf_counter()
+        with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
+            loss, last = train(run, seed, training, text)
+        if run is RUNS[0]:
+            base, start = last, training.model.initial(seed).to(BF16).float()
+        distance = ((last - base).norm() / (base - start).norm()).item()
+        figures = {"loss": loss, "distance": distance}
+        config = {"parameters": training.model.numel, "steps": training.steps}
+        config |= {"seconds": time.perf_counter() - begin_s}
+        rows.append(
+            harness.Row("muon_momentum", f"seed {seed}", run.name, figures, config, machine)
+        )
+        print(f"seed {seed}, {run.name}: {figures}", flush=True)
+        harness.write("muon_momentum", rows, out)
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -191,9 +181,7 @@ def run_and_report(options: argparse.Namespace) -> None:
     if options.without_deepspeed:
         return
     size = SIZES["small" if options.small else "large"]
-    bench = Bench(size, options.out)
-    bench.run(size.seeds)
-    print(table([asdict(row) for row in bench.rows]))
+    print(table([asdict(row) for row in trained(size, options.out)]))
 
 
 if __name__ == "__main__":

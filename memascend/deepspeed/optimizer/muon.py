@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from memascend.runtime import Runtime
 from memascend.streaming.optimizer.applied import Update
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
 from memascend.streaming.optimizer.step import Begins, Step
+from memascend.streaming.optimizer.sub_group_step import step_by_update
 
 
 class _Matrix(NamedTuple):
@@ -172,13 +174,10 @@ class MuonUpdates(NothingAhead):
     def _apply(self, name: str, number: int, pairs: Iterable[_Pair]) -> None:
         values = self._applying.values
         assert values is not None
-        step: Any = update_of(self._upstream.hyperparameters(number))
+        step = update_of(self._upstream.hyperparameters(number))
+        assert step is not None
         members = self._upstream.members(number)
-
-        def apply(weight: torch.Tensor, update: torch.Tensor) -> None:
-            step(weight=weight, gradient=update)
-
-        values.apply(name, members, self._updates(pairs), apply)
+        values.apply(name, members, self._updates(pairs), partial(step_by_update, step, {}))
 
     def _updates(self, pairs: Iterable[_Pair]) -> Iterator[Update]:
         for matrix, following in pairs:

@@ -50,6 +50,7 @@ from memascend.streaming.optimizer.sub_group_step import (
     early_key,
     empty_parameter,
     is_state_tensor,
+    step_by_update,
     step_nothing,
 )
 from memascend.streaming.optimizer.sub_groups import SubGroups, make_anew
@@ -316,7 +317,7 @@ class OptimizerStream:
         if fused is not None and group.steps_updates:
             update = self._convert_gradient(tile, step.factor)
             self._step.note_change()
-            self._step_by_update(tile, group, partial(_apply, fused, values), update)
+            self._step_by_update(tile, group, partial(step_by_update, fused, values), update)
         elif fused is not None:
             gradient, factor = self._gradient(tile, step.factor)
             self._step.note_change()
@@ -460,16 +461,3 @@ class OptimizerStream:
             self.tiles.write_part(tile, key, source, offset_bytes)
             if not early:  # an early value may be forgotten
                 self._hand_over.fill(key, first - member.offset, source)
-
-
-def _apply(fused: FusedUpdate, values: State, weight: torch.Tensor, update: torch.Tensor) -> None:
-    """Step weights by updates."""
-    fused(
-        begin=0,
-        gradient=update,
-        factor=1.0,
-        weight=weight,
-        values=values,
-        scales=None,
-        output=None,
-    )

@@ -95,6 +95,21 @@ def as_number(factor: Factor) -> float | None:
     return None if factor.dim() or factor.device.type != "cpu" else float(factor)
 
 
+def step_by_update(
+    fused: FusedUpdate, values: State, weight: torch.Tensor, update: torch.Tensor
+) -> None:
+    """Step whole weights in place by updates of matrices, both 1-D and of one dtype."""
+    fused(
+        begin=0,
+        gradient=update,
+        factor=1.0,
+        weight=weight,
+        values=values,
+        scales=None,
+        output=None,
+    )
+
+
 def step_nothing(step: SubGroupStep) -> None:
     """Let an optimizer count a step of a sub-group whose tiles were all stepped early."""
     if step.fused is None:
