@@ -62,7 +62,7 @@ SIZES = {
 
 
 def in_bf16(momentum: torch.Tensor) -> torch.Tensor:
-    """Returns what a step in bf16 has made."""
+    """Returns the momentum of a step in bf16."""
     return momentum
 
 

@@ -35,9 +35,9 @@ from memascend.plan.shapes import ModelShapes, builtin, builtin_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- {}: written by scripts/update_docs.py -->", "<!-- end of {} -->"
-#: What a card of 24 GB may reach in bf16, for estimates.
+#: The rate that a card of 24 GB may reach in bf16, for estimates.
 GPU_TFLOPS = 50
-#: Of a parameter and token: 2 forward, as many in recomputation, 4 backward.
+#: For each parameter and token: 2 forward, as many in recomputation, 4 backward.
 OPERATIONS = 8
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 UNITS = ((1 << 60, "EiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

@@ -40,7 +40,7 @@ _BITS = ("uint8",)
 def join(
     rounded: torch.Tensor, low: torch.Tensor, flags: torch.Tensor | None, weights: torch.Tensor
 ) -> None:
-    """Set weights to what the halves are.
+    """Set weights to the numbers of their halves.
 
     Args:
         rounded: bf16.
@@ -107,7 +107,7 @@ def round_high(high: torch.Tensor, low: torch.Tensor, flags: torch.Tensor) -> No
 
 
 def join_without_flags(rounded: torch.Tensor, low: torch.Tensor, weights: torch.Tensor) -> None:
-    """Set weights to what the halves are, where second moments are in codes.
+    """Set weights to the numbers of their halves, where second moments are in codes.
 
     Args:
         rounded: bf16.
@@ -155,7 +155,7 @@ def join_with_bits(
     *,
     first: int = 0,
 ) -> None:
-    """Set weights to what the halves are, with flags that are bits: of i bit i % 8 of byte i // 8.
+    """Set weights to the numbers of their halves, with flags in bits: bit i % 8 of byte i // 8.
 
     Args:
         rounded: bf16.

@@ -26,7 +26,7 @@ def test_ratios_are_to_whole_master_weights_within_a_round() -> None:
 
 
 def test_bytes_are_compared_with_those_of_the_plan() -> None:
-    """Of reads the plan has a range: memory gives some of them if forward waits for the step."""
+    """The plan has a range of reads: memory gives some of them if forward waits for the step."""
     range_of = {"planned_read": 18.0, "planned_read_least": 16.0, "planned_written": 14.0}
     for read, written, off in ((17.0, 14.0, 0.0), (18.9, 14.0, 0.05), (12.0, 15.4, 0.25)):
         spreads = {

@@ -110,7 +110,7 @@ def test_a_step_of_matrices_moves_gradient_update_momentum_and_weights(
     request = PlanRequest(optimizer="Muon", reuse_numel=0, **changes)
     plan, numel = derive(MATRICES, request=request), MATRICES.numel
     halves = 2 * request.splits_master
-    # Of two passes: what slots still hold is not read.
+    # Two passes, the second without the shards that slots still hold.
     assert plan.read_bytes["parameters"] / numel <= 4 + halves
     others = {name: nbytes for name, nbytes in plan.read_bytes.items() if name != "parameters"}
     stored = 4 + momentum + weights  # gradient and update

@@ -271,7 +271,7 @@ class GradientStream:
         self._see(shard, target)
 
     def note_replaced(self, group: str, offset: int) -> None:
-        """Note that an update, which is not on the drive, is what the next step sees here."""
+        """Note that the next step sees an update here, which is not on the drive."""
         self._shard(group, offset).is_replaced = True
 
     def bypassed(self, group: str) -> Iterator[tuple[int, int]]:

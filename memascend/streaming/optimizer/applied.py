@@ -2,7 +2,7 @@
 
 Weights change before it is known whether there is a step. So their new values lie beside the old
 ones, as those of steps during backward, until the walk takes them over. Momentum moves on in any
-case; what it was before stays under the second key, so that the last update can be made again for a
+case; the one of before stays under the second key, so that the last update can be made again for a
 matrix that gets no gradient before the next step. Knows torch and the streams; neither which update
 it is nor how ranks exchange their parts. One thread at a time may call.
 """
