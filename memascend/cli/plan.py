@@ -37,7 +37,7 @@ from memascend.cli.plan_context import (
     add_context_options,
     check_context_options,
     context_json,
-    fit_markdown,
+    fit_cells,
     is_asked,
     print_context,
     whole_number,
@@ -126,10 +126,10 @@ def plan_command(args: argparse.Namespace) -> int:
     args.drive = rates_of(args, paths)
     account = functools.partial(accounts_of, settings=settings, block=block, args=args)
     if args.table and args.fit:
-        _print_markdown(fit_markdown(lambda shapes: training_of(account(shapes), args), args))
+        _print_cells(fit_cells(lambda shapes: training_of(account(shapes), args), args))
         return 0
     if args.table:
-        _print_markdown(markdown([account(builtin(name)) for name in builtin_names()]))
+        _print_cells(cells_of([account(builtin(name)) for name in builtin_names()]))
         return 0
     accounts = account(find_model(args.model))
     training = training_of(accounts, args) if is_asked(args) else None
@@ -154,19 +154,18 @@ def plan_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def markdown(rows: list[Accounts]) -> str:
-    """Return the table of docs/memory.md: peak host memory of one rank in GiB."""
+def cells_of(rows: list[Accounts]) -> list[list[str]]:
+    """Return the table of docs/memory.md, titles first: peak host memory of one rank in GiB."""
     titles = ["model", "parameters", "stock", "tuned stock", "four pieces", "memascend"]
     titles += ["less than tuned stock", "on the drive"]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    table = [titles]
     for row in sorted(rows, key=lambda row: row.shapes.numel):
         cells = [row.shapes.name, f"{row.shapes.numel / BILLION:.1f} billion"]
         for plan in (row.stock, row.tuned, row.four_pieces):
             cells.append(f"{plan.peak_bytes / GIB:.1f}")
         cells += [f"**{row.memascend.peak_bytes / GIB:.1f}**", _saved(row.memascend, row.tuned)]
-        cells.append(f"{row.memascend.drive_bytes / GIB:.0f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table.append([*cells, f"{row.memascend.drive_bytes / GIB:.0f}"])
+    return table
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -177,14 +176,13 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def _print_markdown(text: str) -> None:
-    """Print a Markdown table as it is; on a terminal as a table, with the columns that fit."""
+def _print_cells(cells: list[list[str]]) -> None:
+    """Print a table, titles first, in Markdown; on a terminal drawn, with the columns that fit."""
     if not is_terminal():
-        print(text)
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        print("\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]))
         return
-    titles, _, *rows = (
-        [cell.strip(" *") for cell in line[1:-1].split("|")] for line in text.splitlines()
-    )
+    titles, *rows = ([cell.strip("*") for cell in row] for row in cells)
     console = Console()
     shown = [n for n, title in enumerate(titles) if title not in _LEFT_OUT or console.width > 110]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

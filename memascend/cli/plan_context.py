@@ -204,14 +204,13 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
             console.print(f"- {note}", markup=False, highlight=False)
 
 
-def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any) -> str:
-    """Return the contexts that fit, for a few models and machines, as Markdown.
+def fit_cells(training_of_model: Callable[[ModelShapes], Training], args: Any) -> list[list[str]]:
+    """Return the table of contexts that fit, for a few models and machines, titles first.
 
     A memory size on the command line replaces those of the table.
     """
     context = args.context or TABLE_CONTEXT
-    titles = ["model", "device", "host", *(way.title for way in TABLE_WAYS)]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    table = [["model", "device", "host", *(way.title for way in TABLE_WAYS)]]
     device, host = device_bytes_of(args), host_bytes_of(args)
     for name in TABLE_MODELS:
         training = training_of_model(builtin(name))
@@ -220,8 +219,8 @@ def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any
                 room = Room(device_bytes=device_bytes, host_bytes=host_bytes)
                 sizes = [f"{nbytes / GIB:g} GiB" for nbytes in (device_bytes, host_bytes)]
                 cells = [_cell(training, way, room, args.batch, context) for way in TABLE_WAYS]
-                lines.append(f"| {' | '.join([name, *sizes, *cells])} |")
-    return "\n".join(lines)
+                table.append([name, *sizes, *cells])
+    return table
 
 
 def whole_number(text: str) -> int:
