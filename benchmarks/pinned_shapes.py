@@ -12,6 +12,7 @@ a power of two.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -168,6 +169,7 @@ def _aligned(numel: int, element_bytes: int) -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     SHAPES.mkdir(exist_ok=True)
     for model_name in MODELS:
         text = json.dumps(document(model_name), indent=1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,10 @@ from memascend.cli.main import main
 from memascend.config.block import active_config, parse_block
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
-from memascend.plan.shapes import builtin_names
 from tests.support.documents import (
-    DOCUMENTS,
     code_blocks,
     code_lines,
     code_spans,
-    command_lines,
     commands,
     each_document,
     read,
@@ -35,8 +30,6 @@ from tests.support.source_tree import ROOT
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 START = ROOT / "docs" / "start.md"
 MAKEFILE = read(ROOT / "Makefile")
-#: Where options of programs of ours are defined, but for `memascend`.
-FOLDERS = ("benchmarks/", "examples/", "scripts/", "tests/")
 
 each_workflow = pytest.mark.parametrize(
     "workflow", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name
@@ -47,54 +40,21 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 
 
-def plans() -> list[str]:
-    """Return every use of `memascend plan` that names what is to be planned."""
-    found = {
-        shlex.join(words)
-        for document in DOCUMENTS
-        for words in commands(document, "memascend")
-        if words[0] == "plan"
-        and {*builtin_names(), "--table"} & {word.rpartition("/")[2] for word in words}
-    }
-    return sorted(found)
-
-
-def fields_of(script: Path) -> set[str]:
-    """Return the options of a script that come from dataclasses: its own and the Trainer's."""
-    text = read(script) if script.is_file() else ""
-    if "HfArgumentParser" not in text:
-        return set()
-    trainer = dataclasses.fields(pytest.importorskip("transformers").TrainingArguments)
-    own = re.findall(r"^    (\w+): .* = dataclasses\.field", text, re.MULTILINE)
-    return {f"--{name}" for name in (*own, *(field.name for field in trainer))}
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep rates of drives elsewhere than for the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.fixture(scope="module")
-def sources() -> str:
-    """Return the text of all programs of ours but `memascend`."""
-    return "\n".join(
-        read(path) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
-    )
-
-
 # -- what is typed exists --------------------------------------------------------------------------
 
 
 @each_document
-def test_every_make_target_and_variable_named_exists(document: Path, sources: str) -> None:
+def test_every_make_target_and_variable_named_exists(document: Path) -> None:
     for words in commands(document, "make"):
         settings = [word.partition("=") for word in words if "=" in word]
         assert {word for word in words if "=" not in word} <= make_targets()
         assert [name for name, *_ in settings if f"{name} ?=" not in MAKEFILE] == []
-        options = re.findall(r"--[a-z-]+", " ".join(value for *_, value in settings))
-        known = sources + read(ROOT / "memascend" / "cli" / "compare" / "command.py")
-        assert [option for option in options if f'"{option}"' not in known] == []
 
 
 @each_document
@@ -114,22 +74,6 @@ def test_every_command_of_ours_named_exists(
         known = capsys.readouterr().out
         own = words[: words.index("--")] if "--" in words else words
         assert [word for word in own if word.startswith("--") and word not in known] == []
-
-
-@each_document
-def test_every_script_and_test_run_exists_and_knows_its_options(
-    document: Path, sources: str
-) -> None:
-    for words in command_lines(document):
-        named = [word.partition("::")[0] for word in words if word.startswith(FOLDERS)]
-        paths = [path for path in named if "<" not in path]
-        assert [path for path in paths if not list(ROOT.glob(path))] == []
-        if paths and "pytest" not in words:
-            # Those before the script are its launcher's.
-            own = words[next(n for n, word in enumerate(words) if word.startswith(FOLDERS)) :]
-            options = {word for word in own if word.startswith("--")}
-            options -= set().union(*(fields_of(ROOT / path) for path in paths))
-            assert [option for option in sorted(options) if f'"{option}"' not in sources] == []
 
 
 @each_workflow
@@ -160,15 +104,6 @@ def test_every_block_shown_is_accepted_and_has_every_key_named(document: Path) -
 
 
 # -- what is typed works ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", plans())
-def test_every_plan_named_is_made(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copyfile(ROOT / "configs" / "recipes" / "trainer.json", tmp_path / "ds.json")
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(command)) == 0
 
 
 def test_the_quick_start_of_the_readme_can_be_followed(

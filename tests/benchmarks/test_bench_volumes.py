@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import bench_volumes
 import equal_drives
 import pytest
 import torch
@@ -79,10 +81,13 @@ def test_a_drive_takes_the_stated_time_for_as_many_requests_as_it_runs_at_a_time
 
 
 @pytest.mark.full
-def test_it_runs_at_a_small_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_at_a_small_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equal_drives, "PASSES", 1)
-    options = Namespace(equal=2, milliseconds=1, width=2, shards=1, rounds=1)
-    rows = list(equal_drives.run(options))
-    assert {row.contender for row in rows} == {"one drive", "2 drives", "2 drives, sizes of one"}
-    assert {row.case for row in rows} == set(equal_drives.RUNS)
-    assert all(row.figures["MB/s"].p50 > 0 for row in rows)
+    options = "--equal 2 --milliseconds 1 --width 2 --shards 1 --rounds 1"
+    bench_volumes.main([*options.split(), "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "volumes-equal.json").read_text())
+    assert {row["contender"] for row in rows} == {
+        *("one drive", "2 drives", "2 drives, sizes of one")
+    }
+    assert {row["case"] for row in rows} == set(equal_drives.RUNS)
+    assert all(row["figures"]["MB/s"]["p50"] > 0 for row in rows)
