@@ -29,6 +29,7 @@ from memascend.deepspeed.seams import fingerprints
 FOLDER = ROOT / ".venv" / "versions"
 
 #: What is tried of a release that is not refused, by the test that tries it.
+RELEASES = ("DeepSpeed", "torch", "transformers", "Python")
 TRIALS = {
     "test_every_section_alone_gives_the_bits_of_cpu_offload": "training",
     "test_training_gives_the_bits_of_cpu_offload": "two ranks",
@@ -268,9 +269,9 @@ def read_report(path: Path) -> dict[str, str]:
 
 
 def table(results: Iterable[tuple[Row, Found]]) -> str:
-    """Returns the results as Markdown."""
-    titles = ("DeepSpeed", "torch", "transformers", "Python", "at the start", *TRIALS.values())
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    """Returns the results as Markdown; rows that differ in one release alone are one."""
+    titles = (*RELEASES, "at the start", *TRIALS.values())
+    rows: list[list[str]] = []
     for row, found in results:
         wanted = {"torch": row.torch, "transformers": row.transformers, "python": row.python}
         names = [found.versions.get(name, version) for name, version in wanted.items()]
@@ -279,9 +280,26 @@ def table(results: Iterable[tuple[Row, Found]]) -> str:
             start += f": {found.differing} definitions differ"
         if not found.versions:
             start = "fails" if found.problems else "not run"
-        cells = [row.deepspeed, *names, start]
-        lines.append(f"| {' | '.join([*cells, *found.cells.values()])} |")
-    return "\n".join(lines)
+        rows.append([row.deepspeed, *names, start, *found.cells.values()])
+    lines = [" | ".join(cells) for cells in joined(rows)]
+    head = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join([*head, *(f"| {line} |" for line in lines)])
+
+
+def joined(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Returns rows in which one cell has several releases where neighbours differ in it alone."""
+    lines: list[list[str]] = []
+    column = None  # in which the last line is joined
+    for cells in rows:
+        last = lines[-1] if lines else []
+        differing = [n for n, pair in enumerate(zip(last, cells, strict=False)) if len({*pair}) > 1]
+        if len(differing) == 1 and differing[0] < len(RELEASES) and column in (None, differing[0]):
+            [column] = differing
+            last[column] += f", {cells[column]}"
+        else:
+            lines.append([*cells])
+            column = None
+    return lines
 
 
 if __name__ == "__main__":

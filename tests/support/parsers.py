@@ -61,6 +61,6 @@ def refusal(program: str) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser.parse_known_args = parse_and_end  # type: ignore[method-assign]
+    argparse.ArgumentParser.parse_known_args = parse_and_end  # type: ignore
     refusals = {program: refusal(program) for program in json.load(sys.stdin)}
     print(json.dumps({program: said for program, said in refusals.items() if said}))
