@@ -171,7 +171,6 @@ def test_the_seams_page_has_what_is_wrapped_of_transformers() -> None:
         transformers_seams.RENAME[1],
     }
     for loader in transformers_seams.LOADERS:
-        assert loader.releases in read(SEAMS_PAGE)
         assert loader.releases in read(VERSIONS_PAGE)
 
 
