@@ -223,9 +223,10 @@ def collected() -> tuple[dict[str, list[Path]], set[str]]:
         lines.update(typed)
         for command in {*typed, *filter(is_command, code_spans(document))}:
             found.setdefault(command, []).append(document)
-    for path in sorted((ROOT / "deploy").glob("*[!d]")):
-        for command in AT_THE_TOP.findall(read(path)) if path.is_file() else ():
-            found.setdefault(command, []).append(path)
+    for path in sorted((ROOT / "deploy").glob("*")):
+        if path.is_file() and path.suffix != ".md":
+            for command in AT_THE_TOP.findall(read(path)):
+                found.setdefault(command, []).append(path)
     return found, lines
 
 
@@ -246,9 +247,10 @@ def of_rows(rows: Iterable[str]) -> list[str]:
 
 
 def recipe(command: str) -> str:
-    """Return what make would run but for the preparation, without running it."""
+    """Return what make would run, without running it."""
     words = ["make", "--dry-run", *shlex.split(command)[1:]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    alone = os.environ | {"MAKEFLAGS": ""}  # also where make has started the tests
+    done = subprocess.run(words, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
     return done.stdout.replace("\\\n", " ")
 
 
