@@ -28,8 +28,9 @@ from memascend.deepspeed.seams import fingerprints
 
 FOLDER = ROOT / ".venv" / "versions"
 
-#: What is tried of a release that is not refused, by the test that tries it.
+#: Titles of the table's columns of releases.
 RELEASES = ("DeepSpeed", "torch", "transformers", "Python")
+#: What is tried of a release that is not refused, by the test that tries it.
 TRIALS = {
     "test_every_section_alone_gives_the_bits_of_cpu_offload": "training",
     "test_training_gives_the_bits_of_cpu_offload": "two ranks",
@@ -131,7 +132,8 @@ ROWS = (
     Row(NEWEST, torch="2.5.0", transformers="4.51.0"),
     Row(NEWEST, transformers="5.24.0"),
     Row(NEWEST, torch="2.15.0", transformers="5.24.0"),
-    *(Row(NEWEST, python=version) for version in ("3.10", "3.12", "3.13", "3.14")),
+    Row(NEWEST, transformers="5.20.2", python="3.10"),  # the last one for Python 3.10
+    *(Row(NEWEST, python=version) for version in ("3.12", "3.13", "3.14")),
     *(Row(NEWEST, transformers=release, only_weights=True) for release in LOADERS),
 )
 
