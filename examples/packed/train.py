@@ -27,7 +27,7 @@ class ScriptArguments:
         default=str(HERE.parent / "data" / "text.jsonl"),
         metadata={"help": 'one {"text": ...} in a line'},
     )
-    max_length: int = dataclasses.field(default=128, metadata={"help": "tokens of a row"})
+    max_length: int = dataclasses.field(default=64, metadata={"help": "tokens of a row"})
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         max_steps=8,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=8,
         gradient_checkpointing=True,
         learning_rate=1e-4,
         lr_scheduler_type="cosine",

@@ -31,6 +31,8 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/train.py"))
 #: A progress bar may stand before it in its line.
 SAMPLE = re.compile(r"sample '.*'|trainable params.*")
 STEPS = 3
+#: Trained in one pass, in slices; CPU offload makes so many micro-steps of so many rows instead.
+IN_SLICES = {"packed": ("--gradient_accumulation_steps", "4", "--per_device_train_batch_size", "2")}
 #: What memascend adds to a line of a step that the Trainer logs.
 OF_A_STEP = {f"memascend_{name}" for name in TRAINER_NAMES}
 #: Their Trainer is made before DeepSpeed has seen the block: docs/monitor.md.
@@ -64,7 +66,7 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
     environment = ONE_THREAD | alone()
     if is_stock:
         (folder / "cpu.json").write_text(json.dumps(on_cpu_offload(name)))
-        script += ["--deepspeed", "cpu.json"]
+        script += ["--deepspeed", "cpu.json", *IN_SLICES.get(name, ())]
     elif name == LAUNCHED:
         launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
         launcher += ["--master_port", str(free_port())]
@@ -147,6 +149,9 @@ def test_an_example_gives_the_bits_of_cpu_offload(name: str, runs: Runs) -> None
     found = [row["loss"] for row in ours.steps if "loss" in row]
     assert len(found) == STEPS
     assert all(math.isfinite(loss) for loss in found)
+    if name in IN_SLICES:  # micro-steps of an epoch are other parts of it
+        for row in (*ours.steps, *stock.steps):
+            del row["epoch"]
     assert ours.steps == stock.steps
     assert ours.weights == stock.weights != {}
     assert SAMPLE.findall(ours.log) == SAMPLE.findall(stock.log)
