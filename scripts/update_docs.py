@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import tempfile
 import textwrap
 import types
 import typing
@@ -22,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from memascend.base import device_memory, sizes
 from memascend.base.units import GIB, PAGE_BYTES
+from memascend.cli.config import TRAINER, config_for
 from memascend.cli.main import main as run_memascend
 from memascend.cli.plan_answer import HOST, RATED_BYTES, TERABYTE, WEAR_STEPS
 from memascend.config.block import ActivationConfig, MemAscendConfig
@@ -125,6 +127,36 @@ def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
         f"1000 steps write {WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB."
     )
     return textwrap.fill(text, width=130)
+
+
+def larger_batch(*, model: str = "Qwen/Qwen3-8B") -> str:
+    """Return writes and tokens of README's batch, and of one of 32, accumulated and in one pass."""
+    common = f"memascend plan {model} --config ds.json --context 4096 --fused-loss"
+    recipe = json.loads((ROOT / "configs" / "recipes" / "one_pass.json").read_text("utf-8"))
+    sections = {name: recipe["memascend"][name] for name in ("micro_batches", "activations")}
+    lines = [
+        f"| `{common}` with | GB written per million tokens | tokens per second |",
+        "|---|---|---|",
+    ]
+    for batch, title, accumulation, added in (
+        (8, "`--batch 8`", "auto", {}),
+        (8, "`--batch 8`, and 4 as the JSON's `gradient_accumulation_steps`", 4, {}),
+        (32, "`--batch 32`, and the two sections", "auto", sections),
+    ):
+        config = config_for("/mnt/ssd", "16GiB", caller=TRAINER)
+        config["gradient_accumulation_steps"] = accumulation
+        config["memascend"] |= added
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(config, file)
+            file.flush()
+            options = ("--config", file.name, "--context", "4096", "--batch", str(batch))
+            found = json.loads(printed("plan", model, *options, *_MACHINE, "--json"))["answer"]
+        if not found["fits"]:
+            raise SystemExit(f"{title} does not fit the machine: {found['lacking']}")
+        written = found["written_bytes"] / found["tokens"] * 1e6 / 1e9
+        rate = found["tokens"] / found["step_seconds"]
+        lines.append(f"| {title} | {written:,.0f} | {rate:.0f} |")
+    return "\n".join(lines)
 
 
 def host_memory(*, model: str = "Llama-3.1-8B", cells: int = 40) -> str:
@@ -256,6 +288,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
     "host memory of an 8B": (ROOT / "README.md", host_memory),
     "quick start in numbers": (ROOT / "README.md", quick_start),
+    "table of one pass": (ROOT / "docs" / "start.md", larger_batch),
     "table of one machine": (ROOT / "README.md", machine),
     "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
     "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),

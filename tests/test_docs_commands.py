@@ -139,13 +139,20 @@ def test_the_quick_start_of_the_readme_can_be_followed(
     assert active_config(changed) is not None
 
 
+def test_the_first_page_has_the_sections_of_the_recipe_for_a_larger_batch() -> None:
+    _, larger = code_blocks(START, "json")
+    recipe = json.loads((ROOT / "configs/recipes/one_pass.json").read_text(encoding="utf-8"))
+    shown = json.loads(f"{{{larger}}}")
+    assert shown == {"memascend": recipe["memascend"] | {"host_memory_limit": "16GiB"}}
+
+
 def test_the_first_page_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """But for `pip install .`, which is tests/test_wheel.py, and for a training of your own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "warm_up", lambda log, on_news: WarmUp())
-    [block] = code_blocks(START, "json")
+    block, _ = code_blocks(START, "json")
     Path("ds.json").write_text(block.replace("/mnt/ssd", str(tmp_path)))
     config = json.loads(Path("ds.json").read_text())
     assert active_config(config) is not None

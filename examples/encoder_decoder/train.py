@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Fine-tunes an encoder-decoder with the Seq2SeqTrainer of transformers."""
+"""Fine-tunes an encoder-decoder with the Seq2SeqTrainer of transformers.
+
+Takes every flag of Seq2SeqTrainingArguments: `--per_device_train_batch_size 8`.
+"""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from pathlib import Path
 
 import datasets
@@ -13,37 +16,48 @@ import transformers
 HERE = Path(__file__).parent
 
 
+@dataclasses.dataclass
+class ScriptArguments:
+    """The model and its data."""
+
+    model: str = dataclasses.field(
+        default="toy/t5", metadata={"help": "a folder, or a name on the Hub"}
+    )
+    data: str = dataclasses.field(
+        default=str(HERE.parent / "data" / "pairs.jsonl"),
+        metadata={"help": 'one {"source", "target"} in a line'},
+    )
+    max_length: int = dataclasses.field(
+        default=512, metadata={"help": "tokens of a source, and of a target"}
+    )
+
+
 def main() -> None:
     """Train from source texts to target texts, and save the model."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="toy/t5", help="a folder, or a name on the Hub")
-    parser.add_argument("--data", default=str(HERE.parent / "data" / "pairs.jsonl"))
-    parser.add_argument("--deepspeed_config", default=str(HERE / "ds_config.json"))
-    parser.add_argument("--output", default="out/encoder_decoder")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
-    args = parser.parse_args()
-
-    # Made before the model, so that from_pretrained puts the weights where they belong at once.
-    training = transformers.Seq2SeqTrainingArguments(
-        output_dir=args.output,
-        deepspeed=args.deepspeed_config,
+    parser = transformers.HfArgumentParser((ScriptArguments, transformers.Seq2SeqTrainingArguments))
+    parser.set_defaults(  # for a toy
+        output_dir="out/encoder_decoder",
+        deepspeed=str(HERE / "ds_config.json"),
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
-        max_steps=args.steps,
+        max_steps=8,
         per_device_train_batch_size=2,
         gradient_checkpointing=True,
         learning_rate=1e-3,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
+        report_to="none",
     )
+    # Made before the model, so that from_pretrained puts the weights where they belong at once.
+    args, training = parser.parse_args_into_dataclasses()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(args.model, dtype="bfloat16")
 
     rows = datasets.load_dataset("json", data_files=args.data, split="train")
     rows = rows.map(
-        lambda row: tokenizer(row["source"], text_target=row["target"], truncation=True),
+        lambda row: tokenizer(
+            row["source"], text_target=row["target"], truncation=True, max_length=args.max_length
+        ),
         remove_columns=rows.column_names,
     )
     trainer = transformers.Seq2SeqTrainer(
@@ -53,7 +67,7 @@ def main() -> None:
         data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model),
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_state()
     trainer.save_model()
 

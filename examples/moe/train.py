@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Fine-tunes all weights of a mixture of experts with the Trainer of transformers."""
+"""Fine-tunes all weights of a mixture of experts with the Trainer of transformers.
+
+Takes every flag of TrainingArguments: `--per_device_train_batch_size 4 --learning_rate 1e-5`.
+"""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from pathlib import Path
 
 import datasets
@@ -13,38 +16,47 @@ import transformers
 HERE = Path(__file__).parent
 
 
+@dataclasses.dataclass
+class ScriptArguments:
+    """The model and its data."""
+
+    model: str = dataclasses.field(
+        default="toy/mixtral", metadata={"help": "a folder, or a name on the Hub"}
+    )
+    data: str = dataclasses.field(
+        default=str(HERE.parent / "data" / "text.jsonl"),
+        metadata={"help": 'one {"text": ...} in a line'},
+    )
+    max_length: int = dataclasses.field(default=512, metadata={"help": "tokens of a text"})
+
+
 def main() -> None:
     """Train with the loss that balances the experts, and save the model."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="toy/mixtral", help="a folder, or a name on the Hub")
-    parser.add_argument("--data", default=str(HERE.parent / "data" / "text.jsonl"))
-    parser.add_argument("--deepspeed_config", default=str(HERE / "ds_config.json"))
-    parser.add_argument("--output", default="out/moe")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
-    args = parser.parse_args()
-
-    # Made before the model, so that from_pretrained puts the weights where they belong at once.
-    training = transformers.TrainingArguments(
-        output_dir=args.output,
-        deepspeed=args.deepspeed_config,
+    parser = transformers.HfArgumentParser((ScriptArguments, transformers.TrainingArguments))
+    parser.set_defaults(  # for a toy
+        output_dir="out/moe",
+        deepspeed=str(HERE / "ds_config.json"),
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
-        max_steps=args.steps,
+        max_steps=8,
         per_device_train_batch_size=2,
         gradient_checkpointing=True,
         learning_rate=1e-4,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
+        report_to="none",
     )
+    # Made before the model, so that from_pretrained puts the weights where they belong at once.
+    args, training = parser.parse_args_into_dataclasses()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    if tokenizer.pad_token is None:  # Mixtral has none
+        tokenizer.pad_token = tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, dtype="bfloat16", output_router_logits=True
     )
     rows = datasets.load_dataset("json", data_files=args.data, split="train")
     rows = rows.map(
-        lambda row: tokenizer(row["text"], truncation=True, max_length=512),
+        lambda row: tokenizer(row["text"], truncation=True, max_length=args.max_length),
         remove_columns=rows.column_names,
     )
     trainer = transformers.Trainer(
@@ -54,7 +66,7 @@ def main() -> None:
         data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_state()
     trainer.save_model()
 

@@ -26,15 +26,18 @@ from memascend.cli.plan_context import (
     host_bytes_of,
     within_host_memory,
 )
+from memascend.cli.plan_one_pass import slice_tokens_of
 from memascend.cli.plan_time import least_seconds, ranks_of_node
 from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
     OURS_ON_DEVICE,
+    ContextPlan,
     DeviceSettings,
     Training,
     widths_of,
+    with_activations,
 )
 from memascend.plan.derive import SECOND_MATRICES, Plan, derive
 from memascend.plan.fit import Room, fit
@@ -149,30 +152,35 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
     """Return the answer for one model on one machine."""
     ranks = ranks_of_node(args)
     plan = _plan_of(accounts, machine, ranks)
+    steps = plan.request.gradient_accumulation_steps
+    have = {HOST: machine.memory_bytes, DRIVE: machine.free_bytes}
+    on_device: dict[str, int] = {}
+    sequences, length, activation_bytes = 0, args.context or TABLE_CONTEXT, 0
+    with contextlib.suppress(ConfigError):  # no plan of its activations
+        sequences, micro_step = _micro_step(accounts, machine.device_bytes, args)
+        activation_bytes = micro_step.drive_bytes if sequences else 0
+        on_device[GPU] = micro_step.device_bytes
+        have[GPU] = machine.device_bytes
+    total = with_activations(plan, activation_bytes, steps)
     needed = {
         HOST: ranks * (plan.peak_bytes + HOST_RESERVE_BYTES),
-        DRIVE: ranks * plan.drive_bytes,
+        DRIVE: ranks * total.drive_bytes,
+        **on_device,
     }
-    have = {HOST: machine.memory_bytes, DRIVE: machine.free_bytes}
-    sequences, length = 0, args.context or TABLE_CONTEXT
-    with contextlib.suppress(ConfigError):  # no plan of its activations
-        sequences, needed[GPU] = _batch(accounts, machine.device_bytes, args)
-        have[GPU] = machine.device_bytes
-    steps = plan.request.gradient_accumulation_steps
     endurance = accounts.block.wear.endurance
     return Answer(
         needed=needed,
         available={name: nbytes for name, nbytes in have.items() if nbytes is not None},
         place=machine.place,
-        drive_bytes=ranks * plan.drive_bytes,
+        drive_bytes=needed[DRIVE],
         second_bytes=_second_bytes(plan, machine, ranks),
         checkpoint_bytes=ranks
         * checkpoint_bytes(plan, is_portable=accounts.block.checkpoint.portable)
         * bool(plan.trained_numel),
         model_bytes=ranks * model_bytes(plan),
-        read_bytes=ranks * sum(plan.read_bytes.values()),
-        written_bytes=ranks * sum(plan.written_bytes.values()),
-        step_seconds=least_seconds(plan, args),
+        read_bytes=ranks * sum(total.read_bytes.values()),
+        written_bytes=ranks * sum(total.written_bytes.values()),
+        step_seconds=least_seconds(plan, args, activation_bytes=activation_bytes),
         tokens=sequences * length * steps * args.world or None,
         shape=f"{sequences * steps * args.world} x {length}",
         rated_bytes=endurance or RATED_BYTES,
@@ -206,22 +214,34 @@ def _second_bytes(plan: Plan, machine: Machine, ranks: int) -> int:
     return 0 if lacking else second_bytes
 
 
-def _batch(
+def _micro_step(
     accounts: Accounts, device_bytes: int | None, args: argparse.Namespace
-) -> tuple[int, int]:
-    """Return the sequences of a micro-step, and the device memory that they need.
+) -> tuple[int, ContextPlan]:
+    """Return the sequences of a micro-step, and its memory.
 
     Without --context it is the largest batch of a common length that fits; 0 if none is known to.
-    Checkpoints stay on the device unless the block has activations on the drive.
+    Checkpoints stay on the device unless the block has activations on the drive. With the section
+    `micro_batches` layers compute slices; if it states no number, of one sequence each.
     """
     training = training_of(accounts, args)
     way = OURS_CHECKPOINTS if accounts.block.activations.enabled else OURS_ON_DEVICE
     count, length = args.batch, args.context or TABLE_CONTEXT
+    is_sliced = training.micro_batches is not None
+    tokens_of = slice_tokens_of(training, context=length) if is_sliced else None
     if args.context is None:
-        room = None if device_bytes is None else Room(device_bytes=device_bytes)
-        count = 0 if room is None else fit(training, way, room=room, unit_tokens=length).count
-    tokens = max(1, count) * length
-    return count, training.plan(way, tokens, device_bytes=device_bytes or 0).device_bytes
+        count = 0
+        if device_bytes is not None:
+            room = Room(device_bytes=device_bytes)
+            count = fit(
+                training, way, room=room, unit_tokens=length, slice_tokens_of=tokens_of
+            ).count
+    sequences = max(1, count)
+    return count, training.plan(
+        way,
+        sequences * length,
+        slice_tokens=None if tokens_of is None else tokens_of(sequences),
+        device_bytes=device_bytes or 0,
+    )
 
 
 def print_answer(

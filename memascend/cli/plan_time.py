@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from memascend.base.units import format_nbytes
 from memascend.cli.plan_drive import short_rates
 from memascend.config.environment import cache_directory
+from memascend.plan.context import with_activations
 from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.drive_rates import READ_GB_S, WRITE_GB_S, DriveRates
 from memascend.plan.footprint import Footprint
@@ -137,11 +138,15 @@ def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
     return plan.step_seconds(args.drive.rates, ranks=ranks_of_node(args))
 
 
-def least_seconds(plan: Plan, args: argparse.Namespace) -> float:
-    """Return the least time of a step: beside compute if that is stated, else of the drive."""
+def least_seconds(plan: Plan, args: argparse.Namespace, *, activation_bytes: int = 0) -> float:
+    """Return the least time of a step: beside compute if that is stated, else of the drive.
+
+    A micro-step saves `activation_bytes` on the drive.
+    """
     if args.compute is None:
-        return drive_seconds(plan, args)
-    return drive_time(plan, args).step_s(*args.compute)
+        steps = plan.request.gradient_accumulation_steps
+        return drive_seconds(with_activations(plan, activation_bytes, steps), args)
+    return drive_time(plan, args, activation_bytes=activation_bytes).step_s(*args.compute)
 
 
 def drive_time(plan: Plan, args: argparse.Namespace, *, activation_bytes: int = 0) -> DriveTime:

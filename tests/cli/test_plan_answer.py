@@ -208,6 +208,44 @@ def test_a_context_is_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> N
     assert found["step_seconds"] > 99
 
 
+def test_slices_and_activations_of_the_block_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+    config = tmp_path / "ds.json"
+
+    def answered(block: dict[str, Any], *options: str) -> dict[str, Any]:
+        text = {"zero_optimization": zero, "bf16": {"enabled": True}, "memascend": block}
+        config.write_text(json.dumps(text))
+        return as_json(capsys, "Qwen3-8B", "--config", str(config), "--fused-loss", *options)
+
+    batch = ("--context", "4096", "--batch", "32", "--device-memory", "24GiB")
+    on_drive = {"activations": {"enabled": True}}
+    whole, none = answered(on_drive, *batch)["answer"], answered({}, *batch)["answer"]
+    assert (whole["fits"], none["fits"]) == (False, False)
+    for section in ({"count": 16}, {"sequences": 2}, {}):
+        found = answered({**on_drive, "micro_batches": section}, *batch)
+        ours, one_pass = found["answer"], found["one_pass"]["one_pass"]
+        assert ours["fits"]
+        names = ("read_bytes", "written_bytes")
+        assert [ours[name] for name in names] == [one_pass[name] for name in names]
+        assert ours["step_seconds"] == pytest.approx(one_pass["seconds"])
+        if section:
+            assert ours["needed"]["GPU memory"] == one_pass["device_bytes"]
+        moved = ours["written_bytes"] - none["written_bytes"]
+        assert moved == found["context"]["ways"]["memascend, one pass"]["drive_bytes"] > 0
+        assert ours["drive_bytes"] - none["drive_bytes"] == moved
+        # Without a context it is the largest batch that fits.
+        largest = answered({**on_drive, "micro_batches": section})["answer"]["tokens"]
+        assert largest > 2 * answered(on_drive)["answer"]["tokens"] > 0
+    beside = (*batch, "--compute", "1", "1")
+    found = answered({**on_drive, "micro_batches": {"count": 16}}, *beside)
+    seconds = found["answer"]["step_seconds"]
+    assert seconds == pytest.approx(found["one_pass"]["one_pass"]["seconds"])
+    assert seconds > answered({}, *beside)["answer"]["step_seconds"]
+
+
 def test_the_folder_is_the_option_else_that_of_the_config_else_here(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
-from memascend.plan.context import OURS_ON_DEVICE
 from memascend.plan.request import PlanRequest
 from tests.integration.programs import REPOSITORY, alone, run
 
@@ -24,6 +23,11 @@ torch = pytest.importorskip("torch")
 
 FOLDER = REPOSITORY / "configs" / "recipes"
 JSONS = sorted(FOLDER.glob("*.json"))
+#: Sections of the JSON for a large batch: each layer computes it in slices.
+ONE_PASS = {
+    "micro_batches": {"count": 16},
+    "activations": {"enabled": True, "device_bytes": "8GiB"},
+}
 #: Where a YAML names the JSON; the first of accelerate's two files has nothing of DeepSpeed.
 KEYS = {
     "axolotl": ("deepspeed",),
@@ -46,23 +50,31 @@ def load(name: str) -> dict[str, Any]:
     return content
 
 
-def json_of(name: str) -> str | None:
+def json_of(name: str) -> str:
+    """Return the JSON that a recipe names, or the command in it, or accelerate.yaml."""
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    if KEYS[name] is None:
+        stated = re.findall(r"^#.* --deepspeed_config_file (\S+)", text, re.MULTILINE)
+        return str(stated[0]) if stated else json_of("accelerate")
     found: Any = load(name)
     for key in KEYS[name] or ():
         found = found[key]
-    return found if KEYS[name] else None
+    return str(found)
 
 
 def test_every_recipe_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(KEYS)
-    assert {json_of(name) for name in KEYS} - {None} == {path.name for path in JSONS}
+    assert {json_of(name) for name in KEYS} == {path.name for path in JSONS}
 
 
-@pytest.mark.parametrize("name", [name for name, keys in KEYS.items() if keys])
-def test_a_recipe_names_a_json_beside_it(name: str) -> None:
+@pytest.mark.parametrize("name", KEYS)
+def test_a_recipe_names_a_json_beside_it_as_the_readme_does(name: str) -> None:
     found = json_of(name)
-    assert found is not None
     assert (FOLDER / found).is_file()
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if f"| `{name}.yaml`" in line]
+    assert all(f"| `{found}` |" in row for row in rows)
+    assert len(rows) == (name != "accelerate")
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -75,7 +87,9 @@ def test_numbers_in_a_recipe_are_numbers(name: str) -> None:
 @pytest.mark.parametrize("path", JSONS, ids=by_stem)
 def test_a_json_of_the_recipes_is_accepted_with_everything_on_the_drive(path: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    assert config["memascend"] == {"host_memory_limit": 0.5}  # of the machine, for each rank
+    sections = ONE_PASS if path.name == "one_pass.json" else {}
+    # Half of the machine's memory, for each rank.
+    assert config["memascend"] == {"host_memory_limit": 0.5, **sections}
     assert active_config(config) is not None
     check_config(parse_deepspeed(config))
     request = PlanRequest.from_deepspeed(config)
@@ -93,6 +107,17 @@ def test_accelerate_reads_its_recipe() -> None:
     assert not said & {"mixed_precision", "zero_stage", "gradient_clipping"}
 
 
+def test_the_command_of_open_instruct_names_another_json_than_accelerates_file() -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    text = (FOLDER / "open_instruct.yaml").read_text(encoding="utf-8")
+    [words] = re.findall(r"^#   accelerate launch (.*) \\$", text, re.MULTILINE)
+    words = words.replace("accelerate.yaml", str(FOLDER / "accelerate.yaml")).split()
+    args, *_ = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args([*words, "finetune.py"])
+    )
+    assert args.deepspeed_config_file == json_of("open_instruct") == "accelerate.json"
+
+
 #: Frameworks that make the optimizer themselves. ms-swift stops where the JSON names one.
 MAKES_THE_OPTIMIZER = {
     "axolotl": False,
@@ -106,7 +131,6 @@ MAKES_THE_OPTIMIZER = {
 @pytest.mark.parametrize(("name", "makes_it"), MAKES_THE_OPTIMIZER.items())
 def test_who_makes_the_optimizer_itself_gets_a_json_without_one(name: str, makes_it: bool) -> None:
     found = json_of(name)
-    assert found is not None
     assert ("optimizer" in json.loads((FOLDER / found).read_text(encoding="utf-8"))) != makes_it
 
 
@@ -165,32 +189,70 @@ LIGER_KEYS = ("liger_fused_linear_cross_entropy", "enable_liger_kernel", "use_li
 FUSES_BY_ITSELF = ("trl",)
 
 
-@pytest.mark.parametrize("name", sorted(set(KEYS) - {"accelerate"}))
-def test_a_recipe_fits_the_machine_that_it_names(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = load(name)
-    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    named = r"Fits a GPU of (\d+) GiB, host memory of (\d+) GiB and a drive of (\d+) TB\."
-    [sizes] = re.findall(named, text)
-    card, memory, terabytes = map(int, sizes)
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(SHAPES[first_of(recipe, MODEL_KEYS)] | COMMON))
-    options = ["--config", str(FOLDER / (json_of(name) or "accelerate.json")), "--json"]
-    options += ["--limit", f"{memory // 2}GiB"]  # the JSON's half, of the machine named
-    options += ["--context", str(first_of(recipe, LENGTH_KEYS))]
-    options += ["--batch", str(first_of(recipe, BATCH_KEYS))]
-    options += ["--device-memory", f"{card}GiB", "--host-memory", f"{memory}GiB"]
-    is_fused = name in FUSES_BY_ITSELF or any(recipe.get(key) for key in LIGER_KEYS)
-    options += ["--fused-loss"] if is_fused else []
-    assert main(["plan", str(model), *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    ways = found["context"]["ways"]
+@dataclasses.dataclass
+class Planner:
+    """Asks `memascend plan` about recipes on the machine that they name."""
 
-    # The JSON leaves activations on the device.
-    assert ways[OURS_ON_DEVICE.title]["device_bytes"] <= card * GIB
-    assert ways[OURS_ON_DEVICE.title]["host_bytes"] <= memory * GIB
-    assert found["memascend"]["drive_bytes"] <= terabytes * 10**12
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def ask(self, name: str, *, config: Path | None = None, batch: int | None = None) -> Any:
+        """Return the plan of a recipe, or of it with another JSON or batch."""
+        recipe = load(name)
+        text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        named = r"Fits a GPU of (\d+) GiB, host memory of (\d+) GiB and a drive of (\d+) TB[.:]"
+        [sizes] = re.findall(named, text)
+        card, memory, terabytes = map(int, sizes)
+        model = self.folder / "config.json"
+        model.write_text(json.dumps(SHAPES[first_of(recipe, MODEL_KEYS)] | COMMON))
+        options = ["--config", str(config or FOLDER / json_of(name)), "--json"]
+        options += ["--limit", f"{memory // 2}GiB"]  # the JSON's half, of the machine named
+        options += ["--context", str(first_of(recipe, LENGTH_KEYS))]
+        options += ["--batch", str(batch or first_of(recipe, BATCH_KEYS))]
+        options += ["--device-memory", f"{card}GiB", "--host-memory", f"{memory}GiB"]
+        options += ["--drive-space", f"{terabytes}TB"]
+        is_fused = name in FUSES_BY_ITSELF or any(recipe.get(key) for key in LIGER_KEYS)
+        options += ["--fused-loss"] if is_fused else []
+        assert main(["plan", str(model), *options]) == 0
+        return json.loads(self.capsys.readouterr().out)["answer"]
+
+
+@pytest.fixture
+def planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Planner:
+    return Planner(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", sorted(set(KEYS) - {"accelerate"}))
+def test_a_recipe_fits_the_machine_that_it_names(name: str, planner: Planner) -> None:
+    answer = planner.ask(name)
+    assert set(answer["available"]) == {"host memory", "drive space", "GPU memory"}
+    assert answer["fits"], answer["lacking"]
+
+
+def test_the_recipes_of_a_large_batch_fit_by_the_sections_of_their_json_alone(
+    planner: Planner,
+) -> None:
+    names = [name for name in KEYS if json_of(name) == "one_pass.json" and name != "accelerate"]
+    assert sorted(names) == ["ms_swift", "trl"]
+    for name in names:
+        assert first_of(load(name), BATCH_KEYS) == 32
+        whole = planner.ask(name, config=FOLDER / "accelerate.json")
+        assert set(whole["lacking"]) == {"GPU memory"}
+        eight = planner.ask(name, config=FOLDER / "accelerate.json", batch=8)
+        one_pass = planner.ask(name)
+        written = [one["written_bytes"] / one["tokens"] for one in (one_pass, eight)]
+        assert written[0] < 0.34 * written[1]  # "a third" in configs/README.md
+
+
+def test_the_sections_of_one_pass_may_be_copied_to_the_json_with_an_optimizer(
+    planner: Planner, tmp_path: Path
+) -> None:
+    config = json.loads((FOLDER / "trainer.json").read_text(encoding="utf-8"))
+    config["memascend"] |= ONE_PASS
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    check_config(parse_deepspeed(config))
+    assert planner.ask("axolotl", config=path, batch=32)["fits"]
 
 
 def test_the_batch_of_the_readme_is_that_of_the_recipes_and_one_below_the_plans(
@@ -202,9 +264,8 @@ def test_the_batch_of_the_readme_is_that_of_the_recipes_and_one_below_the_plans(
         r" --per_device_train_batch_size (\d+)",
         readme.replace("\\\n    ", ""),
     )[0]
-    assert {first_of(load(name), BATCH_KEYS) for name in ("axolotl", "ms_swift", "trl")} == {
-        int(batch)
-    }
+    whole = [name for name in KEYS if json_of(name) == "trainer.json" and "vision" not in name]
+    assert {first_of(load(name), BATCH_KEYS) for name in whole} == {int(batch)}
     options = ["--config", str(FOLDER / "trainer.json"), "--limit", "16GiB", "--fused-loss"]
     options += ["--device-memory", "24GiB", "--host-memory", "32GiB", "--json"]
     assert main(["plan", model, *options]) == 0
