@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -279,8 +280,13 @@ def take_steps(
     micro_steps: Mapping[str, Any] = MappingProxyType({}),
     accelerator: str = "cpu",
 ) -> dict[str, list[dict[str, Any]]]:
-    """The figures of each contender's steps but the first ones; they start in rotating order."""
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*contenders, DRIVE)}
+    """The figures of each contender's steps but the first ones; they start in rotating order.
+
+    The transfers alone are those of Adam: they are left out where the optimizer is another.
+    """
+    has_drive = "optimizer" not in micro_steps
+    names = (*contenders, *([DRIVE] if has_drive else []))
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     checkpoints = any(contender.is_one_pass for contender in contenders.values())
     runs = [
         trainee_of(
@@ -295,7 +301,10 @@ def take_steps(
         )
         for name, contender in contenders.items()
     ]
-    with side_by_side(runs), Transfers(model.numel, directory) as transfers:
+    with (
+        side_by_side(runs),
+        Transfers(model.numel, directory) if has_drive else nullcontext() as transfers,
+    ):
         for index in range(WARMUPS + rounds):
             for one in harness.in_turn(runs, index):
                 step = one.step()
@@ -304,9 +313,10 @@ def take_steps(
                 )
                 if index >= WARMUPS:
                     taken[one.name].append(step)
-            part = move(transfers, model)
-            if index >= WARMUPS:
-                taken[DRIVE].append({"optimizer": part})
+            if transfers is not None:
+                part = move(transfers, model)
+                if index >= WARMUPS:
+                    taken[DRIVE].append({"optimizer": part})
     return taken
 
 
@@ -413,8 +423,6 @@ def run_and_report(options: argparse.Namespace) -> None:
             build=build,
         )
     )
-    if options.muon:  # the transfers alone are those of Adam
-        rows = [row for row in rows if row.contender != DRIVE]
     for part in ("training", "optimizer", "memory"):
         harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
     harness.write(name, rows, options.out)

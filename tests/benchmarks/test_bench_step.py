@@ -136,6 +136,21 @@ def test_muon_is_beside_cpu_offload_in_runs_that_differ_in_the_offload_alone(
         assert run.environment == {"TORCHDYNAMO_DISABLE": "1"}
 
 
+def test_the_transfers_of_adam_are_not_timed_beside_muon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: trainee.Trainee) -> None:
+        self.events["baseline"] = {"rss_bytes": 20}
+
+    monkeypatch.setattr(trainee.Trainee, "start", start)
+    monkeypatch.setattr(trainee.Trainee, "step", lambda self: step_of(1.0, 2) | {"peak_bytes": 30})
+    monkeypatch.setattr(bench_step, "Transfers", None)
+    taken = bench_step.take_steps(
+        trainee.Model(1), tmp_path, 2, bench_step.MUONS, micro_steps=bench_step.MUON
+    )
+    assert {name: len(steps) for name, steps in taken.items()} == dict.fromkeys(bench_step.MUONS, 2)
+
+
 def test_losses_of_steps_are_compared_by_their_means() -> None:
     stock = [{"loss": "2.0,4.0"}, {"loss": "1.0,1.0"}]
     assert bench_step.loss_difference([{"loss": "3.0"}, {"loss": "1.5"}], stock) == 0.5

@@ -123,6 +123,16 @@ ACTIVATION_VARIANTS: dict[str, dict[str, Any]] = {
     "no checkpoints": {"checkpointing": "off"},
     "no checkpoints, two ranks": {"checkpointing": "off", "family": "qwen", "world": 2},
 }
+#: Muon whose updates are applied as they are made, since nothing is clipped: run in MUON_MODES
+#: alone. Small models whose layers the device can compute, one of them of joined projections.
+MUON_VARIANTS: dict[str, dict[str, Any]] = {
+    f"Muon not clipped, {family}{', two ranks' * (world - 1)}": {
+        **{"optimizer_type": "Muon", "clipping": 0.0, "accumulation": 1, "checkpointing": "off"},
+        **{"family": family, "world": world},
+    }
+    for family in ("odd", "llama-untied", "phi3-untied", "qwen3-untied")
+    for world in (1, 2)
+}
 #: A limit is refused with these.
 WITHOUT_LIMIT = (
     "parameters in host memory",
@@ -155,6 +165,10 @@ MODES: dict[str, Mode] = {
 STEP_MODES: dict[str, Mode] = {
     "steps are over first": Mode({"walk": "off"}),
     "steps begin when they are waited for": Mode({"walk": "late"}),
+}
+MUON_MODES: dict[str, Mode] = {
+    "all is on the drive": Mode(),
+    "little memory": Mode({"limit_bytes": 29 * MIB}),
 }
 ACTIVATION_MODES: dict[str, Mode] = {
     "all goes to the drive": Mode({"saved_bytes": 0}),
@@ -189,13 +203,14 @@ NOT_STOCK = (
 )
 
 
-EVERY_VARIANT = VARIANTS | STEP_VARIANTS | ACTIVATION_VARIANTS
-EVERY_MODE = MODES | SECTION_MODES | STEP_MODES | ACTIVATION_MODES
+EVERY_VARIANT = VARIANTS | STEP_VARIANTS | ACTIVATION_VARIANTS | MUON_VARIANTS
+EVERY_MODE = MODES | SECTION_MODES | STEP_MODES | ACTIVATION_MODES | MUON_MODES
 #: Variants, and the modes that each of them is tried in.
 FAMILIES = (
     (VARIANTS, MODES),
     (STEP_VARIANTS, STEP_MODES),
     (ACTIVATION_VARIANTS, ACTIVATION_MODES),
+    (MUON_VARIANTS, MUON_MODES),
 )
 
 
@@ -234,9 +249,12 @@ def trials() -> list[Trial]:
         if not (mode not in MODES_OF_FOUR and VARIANTS[variant].get("world") == 4)
     ]
     found += [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
-    found += [Trial(variant, mode) for variant in STEP_VARIANTS for mode in STEP_MODES]
     return found + [
-        Trial(variant, mode) for variant in ACTIVATION_VARIANTS for mode in ACTIVATION_MODES
+        Trial(variant, mode)
+        for variants, modes in FAMILIES
+        if variants is not VARIANTS
+        for variant in variants
+        for mode in modes
     ]
 
 

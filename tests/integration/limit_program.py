@@ -19,6 +19,7 @@ import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from tests.support.process_group import leave, say
+from tests.support.rough_muon import leave_updates_as_they_are
 
 
 class Stack(torch.nn.Module):
@@ -84,6 +85,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     config = json.loads(arguments.config.read_text())
     config = on_the_cpu(config) if arguments.cpu else config
+    leave_updates_as_they_are()
     if arguments.cap_bytes is not None:
         # Imports, compiled ops, threads and caches: what any training has.
         train(on_the_cpu(config), layers=1, width=16, steps=1).destroy()

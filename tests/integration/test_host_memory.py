@@ -20,6 +20,9 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "limit_program.py"
 LIMIT_BYTES = 24 * MIB
 # Of the model under the cap: 48 Mi weights take 96 MiB in 16 bit and eight times as much in all.
 LAYERS = 48
+# Of layers of one square matrix of a Mi weights.
+LAYERS_OF_MUON = (4, 16, 64)
+MUON_LIMIT_BYTES = 64 * MIB
 # On the CPU accelerator the device's share comes from the process too: gathered layers, activations
 # and the buckets of gradients.
 DEVICE_BYTES = 64 * MIB
@@ -36,18 +39,21 @@ class Program:
         self.report = folder / "ledger.json"
         self.drive.mkdir()
 
-    def __call__(self, *options: str, block: dict[str, Any] | None = None) -> tuple[int, str]:
+    def __call__(
+        self, *options: str, block: dict[str, Any] | None = None, optimizer: str = "AdamW"
+    ) -> tuple[int, str]:
         on_drive = {"device": "nvme", "nvme_path": str(self.drive)}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": on_drive | {"buffer_count": 6, "buffer_size": 2 * MIB},
                 "offload_optimizer": on_drive | {"buffer_count": 5},
                 "sub_group_size": 4_000_000,
                 "reduce_bucket_size": 2_000_000,
+                "reduce_scatter": optimizer != "Muon",  # refuses it
                 "stage3_prefetch_bucket_size": 0,
                 "stage3_max_live_parameters": 4_000_000,
                 "stage3_max_reuse_distance": 0,
@@ -124,6 +130,27 @@ def test_a_limit_too_small_stops_the_program_with_one_message_and_nothing_on_the
     status, output = program("--steps", "1", block=block | {"host_memory_limit": minimum_bytes - 1})
     assert status != 0
     assert "LimitTooSmallError" in output
+
+
+@pytest.mark.full
+def test_host_memory_of_muon_does_not_grow_with_the_layers(program: Program) -> None:
+    """Nor does the process, which has the gathered layers of the CPU accelerator besides."""
+    held, process = [], []
+    for layers in LAYERS_OF_MUON:
+        block = {"host_memory_limit": MUON_LIMIT_BYTES, "report": str(program.report)}
+        status, output = program(
+            "--steps", "3", "--layers", str(layers), block=block, optimizer="Muon"
+        )
+        assert status == 0, output[-6000:]
+        ledger = json.loads(program.report.read_text())
+        assert ledger["limit_bytes"] == MUON_LIMIT_BYTES
+        held.append(ledger["held_bytes_peak"])
+        assert held[-1] == pytest.approx(ledger["planned_bytes"], rel=0.02)
+        process.append(int(re.findall(r"data after (\d+)", output)[0]))
+    assert max(held) <= MUON_LIMIT_BYTES
+    assert min(held) == pytest.approx(max(held), rel=0.02)
+    # In 16 bits alone the layers between would be ten times as large.
+    assert max(process) - min(process) < (LAYERS_OF_MUON[-1] - LAYERS_OF_MUON[0]) * 2 * MIB / 10
 
 
 @pytest.mark.full

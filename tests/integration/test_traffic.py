@@ -33,6 +33,14 @@ TRAININGS = [
     ("--recomputes", "--during-backward", "--limit", "165MiB"),
     ("--recomputes", "--during-backward", "--accumulation", "4", "--sum-dtype", "fp32"),
 ]
+#: Of Muon, bytes of each element that a step reads and writes.
+MUONS = {
+    ("--recomputes", "--muon"): (12.0, 8.0),
+    ("--recomputes", "--muon", "--clipping", "1e9"): (14.0, 10.0),
+    # Slots for two matrices here, too.
+    ("--recomputes", "--muon", "--state-dtype", "int8", "--limit", "48MiB"): (13.1, 9.0),
+}
+TRAININGS += MUONS
 #: Layers of three matrices compute a batch in so many slices; slots have room for two matrices.
 SLICES = (1, 4, 8, 16)
 
@@ -74,6 +82,21 @@ def test_a_step_moves_what_is_planned(
     for direction in ("read", "written"):
         planned = sum(moved[options][direction]["planned"].values())
         assert moved[options][direction]["measured"] == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("options", MUONS, ids=" ".join)
+def test_a_step_of_muon_moves_and_keeps_what_the_documents_say(
+    moved: dict[tuple[str, ...], dict[str, Any]], options: tuple[str, ...]
+) -> None:
+    """With and without clipping, and with momentum in 8 bits; the kernel counts the same."""
+    found = moved[options]
+    for direction, element_bytes in zip(("read", "written"), MUONS[options], strict=True):
+        measured = found[direction]["measured"]
+        assert measured / found["numel"] == pytest.approx(element_bytes, rel=0.02), direction
+        counted = found[direction]["kernel"]  # zero on tmpfs
+        assert counted in (0, pytest.approx(measured, rel=0.05)), direction
+    for place in ("host", "drive"):
+        assert found[place]["measured"] == pytest.approx(found[place]["planned"], rel=0.02), place
 
 
 @pytest.mark.parametrize("options", AHEAD, ids=" ".join)

@@ -21,6 +21,7 @@ import memascend  # noqa: F401  what the torch.backends entry point does in an i
 from benchmarks.kernel_counts import storage_bytes
 from memascend.nvme.store import TensorStore
 from tests.support.process_group import leave
+from tests.support.rough_muon import leave_updates_as_they_are
 
 MATRICES, WIDTH = 24, 1024
 SHARD_BYTES = WIDTH * WIDTH * torch.bfloat16.itemsize
@@ -116,10 +117,11 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": options.sum_dtype},
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": options.clipping,
+        "optimizer": {"type": "Muon" if options.muon else "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,
+            "reduce_scatter": not options.muon,  # which Muon refuses
             "offload_param": on_drive,
             "offload_optimizer": on_drive,
             "sub_group_size": 8_000_000,
@@ -167,6 +169,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--master-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
+    parser.add_argument("--muon", action="store_true")
+    parser.add_argument("--clipping", type=float, default=0.0)
     parser.add_argument("--no-limit", action="store_true")
     parser.add_argument("--limit", default=LIMIT)
     return parser
@@ -198,6 +202,11 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         }
         for name, number in (("read", 0), ("written", 1)):
             found[name]["kernel"] = (kernel_after[number] - kernel_before[number]) // STEPS
+        found["numel"] = sum(param.ds_numel for param in model.parameters())
+        ledger = engine.memascend.ledger().as_dict()
+        found["host"] = {"planned": ledger["planned_bytes"], "measured": ledger["live_bytes"]}
+        on_drive = ledger["drive"]["used_bytes"]
+        found["drive"] = {"planned": sum(plan.drive.values()), "measured": on_drive}
         of_parameters = reads.take()
         found["read"]["parameters"] = sum(of_parameters.values()) // STEPS
         passes_bytes = STEPS * options.accumulation * 2 * SHARD_BYTES
@@ -213,6 +222,7 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    leave_updates_as_they_are()  # bytes do not depend on them
     deepspeed.init_distributed(dist_backend="gloo")
     gathers.watch(partition_parameters.NoGatherHandle)
     gathers.watch(partition_parameters.NoGatherCoalescedHandle)

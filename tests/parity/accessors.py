@@ -29,6 +29,8 @@ def states_of(case: Case, weight: nn.Parameter) -> tuple[str, ...]:
 
 def before_step(case: Case, module: nn.Module) -> dict[str, str]:
     """Reads everything, changes gradients in every way there is, and reads again."""
+    if case.accessors == "set":
+        return {}
     found = read(case, module, "found")
     if case.accessors != "change":
         return found
@@ -44,7 +46,14 @@ def before_step(case: Case, module: nn.Module) -> dict[str, str]:
 
 
 def after_step(case: Case, module: nn.Module) -> dict[str, str]:
-    """As before the step, for master weights and optimizer states."""
+    """As before the step, for master weights and optimizer states.
+
+    Or sets gradients that nobody has read: those of the next step, where none arrives.
+    """
+    if case.accessors == "set":
+        for weight in module.parameters():
+            set_pattern(weight)
+        return read(case, module, "set")
     found = read(case, module, "found")
     if case.accessors != "change":
         return found
@@ -109,6 +118,20 @@ def set_grad(weight: nn.Parameter, factor: float) -> None:
         utils.safe_set_full_grad(weight, utils.safe_get_full_grad(weight) * factor)
     else:
         utils.safe_set_local_grad(weight, utils.safe_get_local_grad(weight) * factor)
+
+
+def set_pattern(weight: nn.Parameter) -> None:
+    """Replace a gradient by one that depends on the places of elements alone."""
+    if can_be_set_whole(weight):
+        values = pattern(0, weight.ds_numel).view(weight.ds_shape)
+        utils.safe_set_full_grad(weight, values)
+    else:
+        numel = weight.partition_numel()
+        utils.safe_set_local_grad(weight, pattern(dist.get_rank() * numel, numel))
+
+
+def pattern(begin: int, numel: int) -> torch.Tensor:
+    return torch.arange(begin, begin + numel).remainder(7).sub(3).mul(1e-3)
 
 
 def describe(value: torch.Tensor | None) -> str:

@@ -19,6 +19,8 @@ from tests.support.sections import SECTIONS
 
 Backend = Literal["oracle", "stock", "memascend"]
 
+#: No norm is as large: steps are those without clipping.
+CLIPPING_NEVER = 1e12
 WHOLE = tuple(name for name in SECTIONS if not name.startswith("streaming."))
 # By name: a backend and what differs in its case.
 SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {
@@ -27,6 +29,10 @@ SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {
     "streamed": ("memascend", {"sections": SECTIONS}),
     "other tiles": ("memascend", {"tile_bytes": 300_000}),
     "limit": ("memascend", {"limit_bytes": 300 << 20}),
+    "clipped": ("memascend", {"clipping": CLIPPING_NEVER}),
+    "not clipped": ("memascend", {"clipping": 0.0}),
+    "whole masters": ("memascend", {"split_master": False}),
+    "halves": ("memascend", {"split_master": True}),
     "stock": ("stock", {"prefetch_numel": 0}),
     "cpu": ("oracle", {"params": "cpu", "optimizer": "cpu"}),
 }
@@ -34,13 +40,15 @@ SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {
 SAVED_BYTES_MIN = 2 << 10
 SUB_GROUP_SMALL_NUMEL = 1_500_000
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+MUON = {"lr": 1e-2, "adam_lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}
 # By name: DeepSpeed's type and its parameters.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("AdamW", ADAM),
     "TorchAdamW": ("AdamW", ADAM | {"torch_adam": True}),
     "Lion": ("Lion", {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}),
     "Adagrad": ("Adagrad", {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}),
-    "Muon": ("Muon", {"lr": 1e-2, "adam_lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}),
+    "Muon": ("Muon", MUON),
+    "MuonPerHead": ("Muon", MUON | {"per_head_muon": True}),
 }
 SUB_GROUP_LARGE_NUMEL = 1_000_000_000
 
@@ -77,7 +85,7 @@ class Case:
     scale_power: int = 18  # fp16: so large a first scale that the first steps overflow
     scale_window: int = 1000  # fp16: steps without overflow after which the scale doubles
     boundary: str = "counted"  # who says where a window ends: counted | stated | stepped
-    accessors: str = "none"  # safe_get_* and safe_set_* around a step: none | read | change
+    accessors: str = "none"  # safe_get_* and safe_set_* around a step: none | read | change | set
     modify_weights: bool = False  # gather one tensor and change it in the middle of training
     gather_all: bool = False  # gather every tensor at once in the middle of training
     cast: tuple[str, ...] = ()  # modules of such names are cast to fp32 after zero.Init
@@ -104,6 +112,7 @@ class Case:
     #: The step begins then; with clipping that is a guess. "auto": where it pays, see training.py.
     during_backward: bool | str = False
     split_master: bool = True
+    state_dtype: str = ""  # of Adam's moments and Muon's momentum, not exact; "": as DeepSpeed
     tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
     volumes: tuple[str, ...] = ()  # weights of as many directories; () leaves the key out
@@ -113,6 +122,11 @@ class Case:
         unknown = set(self.sections) - set(SECTIONS)
         if unknown:
             raise ValueError(f"sections {sorted(unknown)} do not exist; known: {SECTIONS}")
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether DeepSpeed's Muon steps the matrices."""
+        return OPTIMIZERS.get(self.optimizer_type, ("",))[0] == "Muon"
 
     @property
     def name(self) -> str:
@@ -225,6 +239,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         block["streaming"]["optimizer"]["during_backward"] = case.during_backward
     if not case.split_master:
         block["streaming"]["optimizer"]["split_master"] = False
+    if case.state_dtype:
+        block["streaming"]["optimizer"]["state_dtype"] = case.state_dtype
     if case.walk == "off":
         block["streaming"]["optimizer"]["overlap"] = False
     return block
@@ -299,7 +315,7 @@ def _zero_optimization(case: Case, nvme_path: str) -> dict[str, Any]:
         "stage3_max_live_parameters": case.live_numel_max,
         "stage3_max_reuse_distance": case.reuse_numel_max,
     }
-    if case.optimizer_type == "Muon":  # refuses it
+    if case.is_muon:  # refuses it
         zero["reduce_scatter"] = False
     if case.params == "nvme":
         zero["offload_param"] = {

@@ -394,37 +394,6 @@ def resume_cases() -> list[Case]:
     ]
 
 
-def muon_cases() -> list[Case]:
-    """Muon, whose matrices are updated one by one: a matrix may be cut by ranks, and be stale."""
-    plain = Case(optimizer_type="Muon")
-    clipped = replace(plain, clipping=1.0)
-    return [
-        replace(clipped, limit_bytes=LIMIT_LARGE_BYTES),
-        replace(clipped, world=2, family="odd", accumulation=3),
-        replace(plain, resume_at=2, steps=4),
-        plain,
-        replace(plain, world=2, resume_at=2, steps=4, family="gpt2"),
-        replace(plain, dtype="fp16", steps=6, scale_power=16, scale_window=2, clipping=1.0),
-        replace(plain, dtype="fp16", world=2, steps=5),
-        replace(plain, family="alternating", accumulation=3, steps=5, world=2),
-        replace(clipped, family="alternating", steps=5),
-        replace(plain, gradients_in_fp32=True, accumulation=2),
-        replace(plain, family="mixtral", params="cpu", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
-        replace(plain, family="unused", params="none"),
-        replace(plain, family="qwen", dtype="fp32", world=2, limit_bytes=LIMIT_LARGE_BYTES),
-        replace(plain, family="lora"),
-        replace(plain, accessors="read"),
-        # Batches of experts, which ranks cut.
-        replace(plain, accessors="change", world=2, family="mixtral"),
-        replace(plain, verify="full", volumes=("3", "1", "2"), resume_at=2, steps=4),
-        replace(plain, saver="cpu", resume_at=2, steps=4),
-        replace(plain, saver="other tiles", resume_at=3, steps=5, accumulation=2),
-        replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
-        replace(plain, during_backward=True),
-        replace(clipped, gather_all=True, modify_weights=True),
-    ]
-
-
 def covering_rows() -> list[Row]:
     """Rows of value numbers, one per dimension, in which every possible pair occurs."""
     generator = random.Random(0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.sequence_parallel import ulysses_sp
+from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
 from . import families
@@ -80,6 +81,42 @@ class PartlyUsed(nn.Module):
             hidden = self.sometimes(hidden)
         self.forward_count += 1
         return self.head(self.last(hidden))
+
+
+class Experts(nn.Module):
+    """A list of experts, each token's chosen by its values: some get none. For DeepSpeed a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN + 3) for _ in range(4))
+        self.join = nn.Linear(HIDDEN + 3, HIDDEN, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        shares = self.router(hidden).float().softmax(dim=-1)
+        chosen, joined = shares.argmax(dim=-1), torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            if rows.any():
+                share = shares[rows][:, number, None].to(hidden.dtype)
+                joined[rows] = self.join(torch.tanh(expert(hidden[rows]))) * share
+        return hidden + joined
+
+
+class Mixture(nn.Module):
+    """Two layers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
 
 
 class TiledBlock(Block):
@@ -170,6 +207,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
         return functools.partial(PartlyUsed, alternate=family == "alternating")
     if family == "tiled":
         return Tiled
+    if family == "leaves":
+        return Mixture
     if family == "lora":
         return maker("qwen")
     if family.startswith(LIGER):
@@ -189,13 +228,15 @@ def maker(family: str) -> Callable[[], nn.Module]:
 
 
 def adapted(family: str, model: nn.Module) -> nn.Module:
-    """With LoRA by peft or Liger's loss where the family asks for it, as scripts do it: outside of
-    zero.Init.
+    """With LoRA by peft, Liger's loss or leaf modules where the family asks for it, as scripts do
+    it: outside of zero.Init.
 
     With LoRA every weight of the model is frozen, and a few small ones beside them learn.
     """
     if family.startswith(LIGER):
         return FusedLoss(model)
+    if family == "leaves":
+        set_z3_leaf_modules(model, [Experts])
     if family != "lora":
         return model
     import peft

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 import torch
 
 from .cases import SECTIONS, WHOLE, Backend, Case
+from .saved import Saved, python, save
 from .workers import Bench, differences
 
 pytestmark = pytest.mark.deepspeed
@@ -30,34 +29,6 @@ SAVERS = {
     1: Case(family="odd", steps=STEPS),
     2: Case(family="odd", steps=STEPS, world=2, dtype="fp16", scale_power=8),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A checkpoint in `folder`, with a universal one beside it, and what the run held."""
-
-    case: Case
-    folder: Path
-    states: dict[str, str]
-
-    def later(self, **changes: Any) -> Case:
-        values = {"load_from": str(self.folder), "save_to": "", "first_step": STEPS, "steps": 4}
-        return dataclasses.replace(self.case, **(values | changes))
-
-    @property
-    def tag(self) -> Path:
-        return self.folder / (self.folder / "latest").read_text()
-
-
-def python(*arguments: object) -> None:
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def save(bench: Bench, folder: Path, case: Case, backend: Backend) -> Saved:
-    case = dataclasses.replace(case, save_to=str(folder))
-    return Saved(case, folder, bench.run(case, backend)[0]["states"])
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +154,23 @@ def test_from_cpu_offload_to_ours_and_back_nothing_is_lost(bench: Bench, tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
+def test_from_cpu_offloads_muon_to_ours_and_back_nothing_is_lost(
+    bench: Bench, tmp_path: Path, world: int
+) -> None:
+    """Updates are applied as they are made in ours: what it saves has none of it."""
+    case = Case(family="odd", world=world, steps=STEPS, optimizer_type="Muon")
+    stock = save(bench, tmp_path / "stock", case, "oracle")
+    ours = save(bench, tmp_path / "ours", stock.later(), "memascend")
+    whole = dataclasses.replace(stock.later(), steps=6)
+    back = dataclasses.replace(whole, load_from=str(ours.folder), first_step=4)
+    found, expected = bench.run(back, "oracle"), bench.run(whole, "oracle")
+    for rank, wanted in zip(found, expected, strict=True):
+        assert rank["losses"] == wanted["losses"][2:]
+        assert rank["states"] == wanted["states"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("is_universal", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_muons_momentum_is_loaded_by_other_ranks(
@@ -194,7 +182,5 @@ def test_muons_momentum_is_loaded_by_other_ranks(
     assert any("momentum_buffer" in name for name in found.states)
     loads = found.later(world=3 - world, steps=STEPS, is_universal=is_universal)
     if is_universal:
-        output = found.folder / "universal"
-        main = ["-m", "memascend.cli.main", "checkpoint", "to-universal", found.tag]
-        python(*main, "--output", output)
+        found.to_universal()
     assert bench.run(loads, "memascend")[0]["loaded"] == found.states

@@ -23,7 +23,7 @@ from tests.support.parity_cases import (
     quick,
 )
 
-from . import matrix, models
+from . import matrix, models, muon
 from .cases import Case, deepspeed_json
 from .workers import Bench, differences
 
@@ -107,7 +107,7 @@ def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", quick(matrix.muon_cases(), 0, 1, 2), ids=case_name)
+@pytest.mark.parametrize("case", quick(muon.muon_cases(), 0, 1, 2), ids=case_name)
 def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []

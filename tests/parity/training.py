@@ -81,7 +81,7 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
         Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal
         bits.
     """
-    eager = torch.compiler.set_stance if case.optimizer_type == "Muon" else contextlib.nullcontext
+    eager = torch.compiler.set_stance if case.is_muon else contextlib.nullcontext
     # Compiling Muon's kernels for each shape takes minutes.
     with (
         watched(late=case.walk == "late") as walks,
@@ -108,7 +108,7 @@ def _measured_quickly(case: Case) -> Iterator[None]:
 def _orthogonalized_roughly(case: Case) -> Iterator[None]:
     """Iterate once for an update of Muon: more would take most of a run, in DeepSpeed's part."""
     with pytest.MonkeyPatch.context() as patch:
-        if case.optimizer_type == "Muon":
+        if case.is_muon:
             from deepspeed.runtime.zero.muon import original_muon
 
             for name in ("zeropower_via_gram_newtonschulz", "zeropower_via_newtonschulz5"):

@@ -151,22 +151,35 @@ class TiledValues:
             self._steps.current.check()
 
     def gradient(self, param: Any, is_released: bool, original: Callable[..., Part]) -> Part:
-        """Return a part of a gradient as the next step would see it."""
+        """Return a part of a gradient as the next step would see it.
+
+        A part that is not released is set, all of it: an update of Muon that is nowhere is then
+        returned as zeros.
+
+        Raises:
+            GradientGoneError: The part is to be read, and a step has used it up.
+        """
+        return self._gradient(param, is_read=is_released, is_put_back=not is_released)
+
+    def _gradient(self, param: Any, *, is_read: bool, is_put_back: bool) -> Part:
         number, offset, numel = self._upstream.position_of(param)
         flat = self._upstream.masters[number]
         self._finish_sub_group(flat.ds_id)
-        gradient = torch.empty(numel, dtype=flat.dtype)
-        self._get_gradient(flat.ds_id, offset, gradient)
-        if not is_released:
+        gradient = torch.zeros(numel, dtype=flat.dtype)
+        self._get_gradient(flat.ds_id, offset, gradient, is_read)
+        if is_put_back:
             put_back = functools.partial(self.runtime.gradients.set, flat.ds_id, offset, gradient)
             self._put_back.call = put_back
         return gradient, number
 
     @locked
-    def _get_gradient(self, name: str, offset: int, target: torch.Tensor) -> None:
+    def _get_gradient(self, name: str, offset: int, target: torch.Tensor, is_read: bool) -> None:
         self.runtime.on_device.check()  # else this would be the value of the pass before
         self._steps.note_look()
-        self.runtime.gradients.get(name, offset, target)
+        gradients = self.runtime.gradients
+        shard = gradients.find(name, offset)
+        if is_read or shard is None or not shard.is_replaced:
+            gradients.get(name, offset, target)
 
     def state(
         self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
@@ -226,7 +239,7 @@ class TiledValues:
     ) -> None:
         """Update as DeepSpeed, one parameter after the other."""
         for param in (param for param in params if param.requires_grad):
-            part, number = self._upstream.gradient_part(param)
+            part, number = self._gradient(param, is_read=True, is_put_back=True)
             full = update(self._upstream.gather_part(param, part), param)
             begin = self._upstream.part_begin(param, part.numel())
             # Elements of the partition beyond the tensor's end are padding.

@@ -18,7 +18,7 @@ from memascend.checkpoint.source import LoadedTensor
 from memascend.deepspeed.optimizer import tiled
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.errors import StoreError, TornStepError
+from memascend.errors import GradientGoneError, StoreError, TornStepError
 from memascend.runtime import Runtime
 from memascend.streaming.optimizer.step import StepPhase
 from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Tiled, stock_unused
@@ -214,6 +214,24 @@ def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Ti
     found = torch.empty(6)
     optimizer.gradient_stream.get(NAMES[0], 100, found)
     assert found.tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+
+
+def test_an_update_that_is_nowhere_may_be_set_and_not_read(optimizer: Tiled) -> None:
+    """It was applied as it was made: what is set stands in its place until a gradient arrives."""
+    values = optimizer.steps.values
+    optimizer.gradient_stream.put(NAMES[0], 100, torch.arange(6.0))
+    optimizer.gradient_stream.note_replaced(NAMES[0], 100)
+    with pytest.raises(GradientGoneError, match=r"after step\(\)"):
+        values.gradient(None, True, stock_unused)
+    with pytest.raises(GradientGoneError, match=r"after step\(\)"):
+        values.update_gradients(torch.neg, [SimpleNamespace(requires_grad=True)], stock_unused)
+    values.put_back(stock_unused)  # neither left anything to store
+    part, _ = values.gradient(None, False, stock_unused)
+    assert part.tolist() == [0.0] * 6
+    part.fill_(3.0)
+    values.put_back(stock_unused)
+    found, _ = values.gradient(None, True, stock_unused)
+    assert found.tolist() == [3.0] * 6
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Cases of DeepSpeed's Muon: what they vary beside those of matrix.py, and the runs that resume.
+
+- Matrices that ranks cut, and that get no gradient in some steps.
+- Updates that are written, with clipping or a loss scale, and applied as they are made.
+- Runs that end in one mode and go on in another: clipped and not, master weights whole and in
+  halves, CPU offload's and ours.
+- Batches and lists of experts, fewer heads of keys than of queries, a head alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .cases import CLIPPING_NEVER, SUB_GROUP_LARGE_NUMEL, Case
+from .matrix import LIMIT_EVERYTHING_BYTES, LIMIT_LARGE_BYTES
+
+FAMILIES = ("llama", "qwen", "gpt2", "mixtral", "odd")
+
+
+def muon_cases() -> list[Case]:
+    """Muon, whose matrices are updated one by one: a matrix may be cut by ranks, and be stale."""
+    plain = Case(optimizer_type="Muon")
+    clipped = replace(plain, clipping=1.0)
+    return [
+        replace(clipped, limit_bytes=LIMIT_LARGE_BYTES),
+        replace(clipped, world=2, family="odd", accumulation=3),
+        *muon_family_cases(),
+        plain,
+        replace(plain, dtype="fp16", steps=6, scale_power=16, scale_window=2, clipping=1.0),
+        replace(plain, dtype="fp16", world=2, steps=5),
+        replace(plain, family="alternating", accumulation=3, steps=5, world=2),
+        replace(clipped, family="alternating", steps=5),
+        replace(plain, gradients_in_fp32=True, accumulation=2),
+        replace(plain, family="mixtral", params="cpu", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(plain, family="unused", params="none"),
+        replace(plain, family="qwen", dtype="fp32", world=2, limit_bytes=LIMIT_LARGE_BYTES),
+        replace(plain, family="lora"),
+        replace(plain, accessors="read"),
+        # After the third step: in the fourth one some matrices get no gradient.
+        replace(plain, accessors="set", family="alternating", steps=5),
+        replace(plain, accessors="set", family="alternating", steps=5, world=2),
+        # Batches of experts, which ranks cut.
+        replace(plain, accessors="change", world=2, family="mixtral"),
+        replace(plain, verify="full", volumes=("3", "1", "2"), resume_at=2, steps=4),
+        replace(plain, saver="cpu", resume_at=2, steps=4),
+        replace(plain, saver="other tiles", resume_at=3, steps=5, accumulation=2),
+        *muon_resumed_cases(),
+        # Heads of queries, and fewer of keys and values.
+        replace(plain, optimizer_type="MuonPerHead"),
+        replace(plain, optimizer_type="MuonPerHead", family="qwen", world=2, clipping=1.0),
+        # Experts in lists, some without a token.
+        replace(plain, family="leaves", steps=4),
+        replace(plain, family="leaves", world=2, clipping=1.0, resume_at=2, steps=4),
+        replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
+        replace(plain, during_backward=True),
+        replace(clipped, gather_all=True, modify_weights=True),
+    ]
+
+
+def muon_family_cases() -> list[Case]:
+    """Every family with one rank and two, in runs that resume."""
+    plain = Case(optimizer_type="Muon", resume_at=2, steps=4)
+    return [replace(plain, family=name, world=world) for name in FAMILIES for world in (1, 2)]
+
+
+def muon_resumed_cases() -> list[Case]:
+    """Muon's runs that end in one mode and go on in another.
+
+    Updates are written with a limit of norms that none reaches, and applied without.
+    """
+    plain = Case(optimizer_type="Muon", resume_at=2, steps=4)
+    clipped = replace(plain, clipping=CLIPPING_NEVER)
+    return [
+        replace(plain, saver="clipped"),
+        replace(clipped, saver="not clipped", world=2, family="odd"),
+        replace(clipped, saver="cpu", world=2, family="gpt2"),
+        replace(plain, saver="whole masters"),
+        replace(plain, saver="halves", split_master=False, world=2, family="odd"),
+        replace(plain, saver="limit", world=2),
+        replace(plain, family="alternating", resume_at=3, steps=5),
+    ]
