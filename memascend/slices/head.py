@@ -24,7 +24,9 @@ from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
 
 #: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
 #: `input_ids`.
-_OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "pixel_values"})
+_OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "mm_token_type_ids"})
+#: The first words of others: images, videos and sounds, of which a row has any number.
+_OF_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "second_per_grid")
 #: Arguments that are used by the loss alone.
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 #: The attribute of an output that computes its logits.
@@ -165,7 +167,9 @@ class SlicedHead:
         pools = loss_of.labels_of is LabelsOf.SEQUENCES
         of_base = _OF_BASE if pools else _OF_BASE | {"input_ids"}
         keywords = {
-            name: one for name, one in given.items() if one is not None and name not in of_base
+            name: one
+            for name, one in given.items()
+            if one is not None and name not in of_base and not name.startswith(_OF_MEDIA)
         }
         if getattr(base_output, "router_logits", None) is not None:
             keywords["output_router_logits"] = False  # their loss is no sum over slices
