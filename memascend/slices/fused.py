@@ -8,6 +8,7 @@ accumulation.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,13 @@ def is_fused(forward: Callable[..., Any], given: Mapping[str, Any]) -> bool:
 def unfused(forward: Callable[..., Any]) -> dict[str, Any]:
     """Return arguments for a call without tokens, of which Liger's kernel takes at least one."""
     return {_SKIPS_LOGITS: False} if is_of_liger(forward) else {}
+
+
+def mark_as_gathered(weight: torch.Tensor) -> None:
+    """Mark a tensor in place of a weight: TRL has DeepSpeed gather weights without this mark."""
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero is not None:
+        weight.ds_status = zero.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
 
 class FusedLoss:

@@ -19,7 +19,7 @@ from torch import nn
 
 from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
-from memascend.slices.fused import FusedLoss, is_fused, unfused
+from memascend.slices.fused import FusedLoss, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
 
@@ -286,6 +286,7 @@ class SlicedHead:
         for name, child in self._model.named_children():
             if child is head:
                 weight = states.new_zeros(1, states.shape[-1])
+                mark_as_gathered(weight)
                 return self._child_as(name, call, weight=weight, bias=None)
         raise CannotCut("its output embeddings are in another module")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memascend.slices.cut import CannotCut
-from memascend.slices.fused import FusedLoss
+from memascend.slices.fused import FusedLoss, mark_as_gathered
 from tests.support.sliced_models import (
     LENGTH,
     ROWS,
@@ -206,6 +206,13 @@ def test_slices_with_ligers_loss_have_the_bits_of_micro_steps() -> None:
     model, inputs = with_liger("qwen3-untied")
     inputs["num_items_in_batch"] = torch.tensor(ITEMS)
     assert_bits_of_micro_steps(model, inputs, lambda output: output.loss)
+
+
+def test_a_weight_of_no_module_is_marked_as_deepspeed_marks_a_gathered_one() -> None:
+    zero = pytest.importorskip("deepspeed.runtime.zero.partition_parameters")
+    weight = torch.zeros(1, 4)
+    mark_as_gathered(weight)
+    assert weight.ds_status is zero.ZeroParamStatus.AVAILABLE
 
 
 def test_values_that_are_not_of_tokens_cannot_be_put_together() -> None:
