@@ -19,14 +19,18 @@ from torch import nn
 
 from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
+from memascend.slices.fused import FusedLoss, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
 
 #: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
 #: `input_ids`.
-_OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "pixel_values"})
+_OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "mm_token_type_ids"})
+#: The first words of others: images, videos and sounds, of which a row has any number.
+_OF_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "second_per_grid")
 #: Arguments that are used by the loss alone.
-_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+_LABELS = ("labels", "shift_labels")
+_OF_LOSS = (*_LABELS, "num_items_in_batch")
 #: The attribute of an output that computes its logits.
 _READ = "_read_logits"
 #: Outputs of a base model that no loss of a slice is made of.
@@ -87,10 +91,8 @@ class SlicedHead:
                 given |= given.pop(name, {})
         return given
 
-    def _check(self, given: dict[str, Any]) -> SlicedLoss:
+    def _check(self, given: dict[str, Any]) -> SlicedLoss | FusedLoss:
         """Return the model's loss, if all of the head is known."""
-        if given.get("fused_lm_head"):
-            raise CannotCut("TRL computes it in chunks of tokens (fused_lm_head)")
         if given.get("labels") is None:
             raise CannotCut("it is not given labels, so its logits are used outside")
         if self._setting(given, "return_dict") is False:
@@ -100,6 +102,10 @@ class SlicedHead:
         for module in self._tail():
             check_hooks(module)
             check_module(module)
+        if is_fused(self._original, given):
+            if self._model.get_output_embeddings() is None:  # type: ignore[operator]
+                raise CannotCut("it names no output embeddings")
+            return FusedLoss(given["labels"], given.get("shift_labels"))
         function: Any = getattr(self._model, "loss_function", None)
         if getattr(function, "__name__", None) not in LOSSES:
             raise CannotCut(f"its loss is not one of {', '.join(LOSSES)}")
@@ -138,7 +144,7 @@ class SlicedHead:
         self,
         given: dict[str, Any],
         base_output: Any,
-        loss_of: SlicedLoss,
+        loss_of: SlicedLoss | FusedLoss,
         batch: Batch,
     ) -> Any:
         hidden = getattr(base_output, "last_hidden_state", None)
@@ -152,40 +158,50 @@ class SlicedHead:
         base_type = type(base_output)
         output_type: list[type] = []
 
-        def tail(hidden: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+        def tail(hidden: torch.Tensor, keywords: dict[str, Any]) -> tuple[torch.Tensor, ...]:
             made = base_type(last_hidden_state=hidden)
+            if isinstance(loss_of, FusedLoss):  # it does not call the module whose weights it reads
+                self._model.get_output_embeddings()(hidden[:, :0])  # type: ignore[operator]
             with self._base_as(lambda *_, **__: made), self._loss_as(loss_of):
                 try:
                     output = self._original(**keywords)
                 except _MISSING as error:
                     raise CannotCut(f"it needs more than hidden states: {error}") from error
             output_type[:] = [type(output)]
-            return loss_of.take(output.loss, keywords["labels"]).reshape(1)
+            return loss_of.take(output, keywords["labels"])
 
         pools = loss_of.labels_of is LabelsOf.SEQUENCES
         of_base = _OF_BASE if pools else _OF_BASE | {"input_ids"}
         keywords = {
-            name: one for name, one in given.items() if one is not None and name not in of_base
+            name: one
+            for name, one in given.items()
+            if one is not None and name not in of_base and not name.startswith(_OF_MEDIA)
         }
+        if isinstance(loss_of, FusedLoss):
+            keywords.setdefault("num_items_in_batch", loss_of.item_count)
         if getattr(base_output, "router_logits", None) is not None:
             keywords["output_router_logits"] = False  # their loss is no sum over slices
-        if loss_of.shifts and batch.documents is not None:  # a last label is in the next slice
+        is_shifted = loss_of.shifts and batch.documents is not None
+        if is_shifted:  # a last label is in the next slice
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
         cut = self._slicer.cut(self._name, leaves, lambda: self._cut(leaves, loss_of, batch))
-        losses = self._slicer.run(tail, leaves, self._params(), LossCut(cut))
+        losses, *values = self._slicer.run(tail, leaves, self._params(), LossCut(cut))
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
         loss = losses.sum(dtype=sum_dtype)
         rest = self._run_rest(given, base_output)
         if rest:
             loss = loss + rest.pop("loss")
+        if isinstance(loss_of, FusedLoss):
+            values_of_tokens = loss_of.outputs(values, is_shifted=is_shifted)
+            return output_type[0](loss=loss, **rest | values_of_tokens)
         output = _with_logits_on_demand(output_type[0])(loss=loss, **rest)
         read = functools.partial(self._read_logits, base_type, hidden.detach(), keywords)
         object.__setattr__(output, _READ, read)
         return output
 
-    def _cut(self, leaves: Leaves, loss_of: SlicedLoss, batch: Batch) -> Cut:
+    def _cut(self, leaves: Leaves, loss_of: SlicedLoss | FusedLoss, batch: Batch) -> Cut:
         if batch.documents is not None:
             if loss_of.labels_of is LabelsOf.SEQUENCES:
                 raise CannotCut("a label belongs to a row of several documents")
@@ -206,11 +222,13 @@ class SlicedHead:
         if logits is None:
             return {}
         none = base_output.last_hidden_state.detach()[:, :0]
+        given = given | unfused(self._original)
+        given |= {name: given[name][:, :0] for name in _LABELS if given.get(name) is not None}
         made = type(base_output)(last_hidden_state=none, router_logits=logits)
         with (
             self._slicer.slicing(None),
             self._base_as(lambda *_, **__: made),
-            self._output_embeddings_as(lambda states: states),
+            self._output_embeddings_as(lambda states: states, none),
             self._loss_as(lambda *_, **__: none.new_zeros((), dtype=torch.float32)),
         ):
             try:
@@ -260,17 +278,23 @@ class SlicedHead:
     def _base_as(self, call: Callable[..., Any]) -> AbstractContextManager[None]:
         return self._child_as(self._prefix, call)
 
-    def _output_embeddings_as(self, call: Callable[..., Any]) -> AbstractContextManager[None]:
+    def _output_embeddings_as(
+        self, call: Callable[..., Any], states: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """Have a function in place of the module, with a weight for one token of the vocabulary."""
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         for name, child in self._model.named_children():
             if child is head:
-                return self._child_as(name, call)
+                weight = states.new_zeros(1, states.shape[-1])
+                mark_as_gathered(weight)
+                return self._child_as(name, call, weight=weight, bias=None)
         raise CannotCut("its output embeddings are in another module")
 
     @contextmanager
-    def _child_as(self, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    def _child_as(self, name: str, call: Callable[..., Any], **attributes: Any) -> Iterator[None]:
         child: Any = self._model._modules[name]
-        self._model._modules[name] = _StandIn(child, call)  # type: ignore[assignment]
+        stand_in: Any = _StandIn(child, call, attributes)
+        self._model._modules[name] = stand_in
         try:
             yield
         finally:
@@ -291,7 +315,7 @@ class SlicedHead:
 
 @dataclass(frozen=True)
 class LossCut:
-    """Slices whose output is one number."""
+    """Slices with an output of one number; others have the batch as the arguments do."""
 
     inputs: Cut  # how the arguments are cut
 
@@ -309,12 +333,18 @@ class LossCut:
         return self.inputs.is_shared(place)
 
     def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
-        """Return a view of a whole output: the number of a slice."""
+        """Return a view of a whole output: the number of a slice, or its part."""
+        if output.dim() > 1:
+            return self.inputs.part(number, output)
         return output[number : number + 1]
 
     def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of all numbers."""
-        return (self.count,)
+        """Return the shape of all numbers, or of a whole output.
+
+        Raises:
+            CannotCut: The output does not have the batch first.
+        """
+        return self.inputs.whole_shape(number, output) if output.dim() > 1 else (self.count,)
 
 
 class _Output(Exception):
@@ -333,10 +363,13 @@ class _WholeOutput(_Output):
 
 
 class _StandIn:
-    """Is called in place of a module, and has its attributes."""
+    """Is called in place of a module, and has its attributes, but for those that are given."""
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Module, call: Callable[..., Any], attributes: dict[str, Any]
+    ) -> None:
         self._module, self._call = module, call
+        vars(self).update(attributes)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._call(*arguments, **keywords)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 #: Keywords of torch's checkpoint that are not the function's.
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug")
+
+#: Sizes in a reason: those of images are others in each batch.
+_NUMBERS = re.compile(r"\d+")
 
 #: The class of transformers' layers.
 _LAYER = "GradientCheckpointingLayer"
@@ -201,9 +205,10 @@ class Slicer:
             return WholeCut()
 
     def note(self, name: str, reason: str) -> None:
-        """Log once why the calls of a module are not cut."""
-        if (name, reason) not in self._reasons:
-            self._reasons.add((name, reason))
+        """Log once why the calls of a module are not cut, whatever the numbers in the reason."""
+        key = name, _NUMBERS.sub("", reason)
+        if key not in self._reasons:
+            self._reasons.add(key)
             log.warning("memascend: %s computes the whole batch at once: %s", name, reason)
 
 

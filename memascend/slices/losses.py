@@ -38,6 +38,17 @@ LOSSES = {
 }
 
 
+def counted_labels(labels: torch.Tensor, shift_labels: torch.Tensor | None) -> torch.Tensor:
+    """Return how many labels of next tokens are not ignored, as a tensor of one number."""
+    counted = labels[:, 1:] if shift_labels is None else shift_labels
+    return (counted != _IGNORED_LABEL).sum()
+
+
+def labels_of_next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return labels at the positions of the tokens before theirs, as (sequences, tokens)."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
+
+
 class SlicedLoss:
     """A loss function of which each slice computes its share."""
 
@@ -68,12 +79,10 @@ class SlicedLoss:
         self.shifts = self.labels_of is LabelsOf.NEXT_TOKENS and shift_labels is None
         if self.labels_of is not LabelsOf.SEQUENCES and labels.dim() != 2:
             raise CannotCut(f"it is given labels of shape {tuple(labels.shape)}, and not of tokens")
-        counted = labels
-        if self.shifts:
-            counted = labels[:, 1:]
-        elif self.labels_of is LabelsOf.NEXT_TOKENS and shift_labels is not None:
-            counted = shift_labels
-        self._item_count = (counted != _IGNORED_LABEL).sum()
+        if self.labels_of is LabelsOf.NEXT_TOKENS:
+            self._item_count = counted_labels(labels, shift_labels)
+        else:
+            self._item_count = (labels != _IGNORED_LABEL).sum()
         of_sequences = self.labels_of is LabelsOf.SEQUENCES
         self._is_mean = of_sequences and _is_mean_of_outputs(config, labels)
         if self._is_mean and labels.numel() != len(labels) * config.num_labels:
@@ -86,7 +95,7 @@ class SlicedLoss:
 
     def shifted(self) -> torch.Tensor:
         """Return the labels of the next tokens, each at the position of its token."""
-        return nn.functional.pad(self._labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
+        return labels_of_next_tokens(self._labels)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Return the loss of a slice, as the model calls its loss function.
@@ -102,22 +111,24 @@ class SlicedLoss:
         self._version = self._value._version
         return self._value
 
-    def take(self, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return a slice's share of the loss of the whole batch.
+    def take(self, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a slice's share of the loss of the whole batch, of shape (1,).
 
         The last value is forgotten: its graph keeps the hidden states of the whole batch.
 
         Args:
-            loss: The loss that the model returned.
+            output: The output of the model.
             labels: Those of the slice.
 
         Raises:
             CannotCut: The model did not return the value of its loss function.
         """
         value, self._value = self._value, None
-        if value is None or loss is not value or value._version != self._version:
+        if value is None or output.loss is not value or value._version != self._version:
             raise CannotCut("its loss is more than that of its loss function")
-        return value * (labels.numel() / self._labels.numel()) if self._is_mean else value
+        if self._is_mean:
+            value = value * (labels.numel() / self._labels.numel())
+        return (value.reshape(1),)
 
 
 def _is_mean_of_outputs(config: Any, labels: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import deepspeed
 import torch
 import torch._dynamo  # as checkpoints do, here: before what is imported is frozen
 from deepspeed import comm
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +28,7 @@ from memascend.errors import LoneRankError
 from tests.integration.programs import BLOCK, training_config
 from tests.support.process_group import leave, say
 
-VOCABULARY, WIDTH, LENGTH, ROWS = 64, 96, 4, 8
+VOCABULARY, WIDTH, LENGTH, ROWS, EXPERTS = 64, 96, 4, 8, 3
 Backward = Callable[[torch.Tensor], object]
 Case = Callable[[Any, Backward, int], None]
 CASES: dict[str, Case] = {}
@@ -46,17 +46,21 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.expert = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS)
         self.fails_in = -1  # so many calls from now
         self.error: type[BaseException] = UserError
 
-    def forward(self, states: torch.Tensor, uses_expert: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, states: torch.Tensor, uses_expert: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return states, and router logits of shape (tokens, experts): they have no batch."""
         self.fails_in -= 1
         if self.fails_in == 0:
             raise self.error
         states = states + torch.tanh(self.linear(self.norm(states)))
         if uses_expert.any():
             states = states + uses_expert[:, :1, None] * self.expert(states)
-        return states
+        return states, self.router(states).flatten(0, 1)
 
 
 class Model(nn.Module):
@@ -77,11 +81,14 @@ class Model(nn.Module):
         states = self.embedding(ids)
         if self.begins_with_prompt:  # of another batch, so not in slices
             states = states + self.embedding(ids[:1, :1])
+        balance = states.new_zeros(())
         for layer in (*self.layers, self.layers[0]):
-            states = checkpoint(layer, states, expert_rows, use_reentrant=False)
+            states, logits = checkpoint(layer, states, expert_rows, use_reentrant=False)
+            balance = balance + logits.softmax(-1).mean(0).square().sum()  # of all tokens
         if not has_head:
-            return states.square().mean()
-        return nn.functional.cross_entropy(self.head(states).flatten(0, 1), ids.flatten())
+            return states.square().mean() + balance
+        loss = nn.functional.cross_entropy(self.head(states).flatten(0, 1), ids.flatten())
+        return loss + balance
 
 
 def case(function: Case) -> Case:
@@ -126,7 +133,10 @@ def shorter_batches(model: Any, backward: Backward, number: int) -> None:
 
 @case
 def a_batch_of_another_size_on_each_rank(model: Any, backward: Backward, number: int) -> None:
-    """That of four rows has as many as tokens, so that it is not cut; gathers stay the same."""
+    """That of four rows has as many as tokens, so that it is not cut; gathers stay the same.
+
+    Router logits are outputs of all of them.
+    """
     rows = (LENGTH, ROWS) if number % 2 else (ROWS, 1)
     backward(loss_of(model, number, rows=rows[comm.get_rank()]))
 
@@ -198,6 +208,14 @@ def ctrl_c_in_a_slice(model: Any, backward: Backward, number: int) -> None:
 
 
 @case
+def out_of_memory_on_all_ranks(model: Any, backward: Backward, number: int) -> None:
+    """In forward, then in backward; the script tries the step again."""
+    for calls in () if isinstance(model, Model) else (3, 4 + 3):
+        _try(model, backward, number, calls, torch.OutOfMemoryError)
+    backward(loss_of(model, number))
+
+
+@case
 def error_that_the_script_keeps(model: Any, backward: Backward, number: int) -> None:
     """It keeps the graph of its pass alive, in which a part of the slices has its gradients."""
     kept = None if isinstance(model, Model) else _try(model, backward, number, 4 + 3)
@@ -261,13 +279,13 @@ def count_calls(owner: Any, name: str) -> list[None]:
     return calls
 
 
-def run_out_of_memory_alone(engine: Any) -> None:
-    """Rank 1 does, in a slice, and tries again; rank 0 waits for it. Does not return."""
+def run_out_of_memory_alone(engine: Any, calls: int) -> None:
+    """Rank 1 does, in a call of a layer, and tries again; rank 0 waits for it. Does not return."""
     lone_failure.PATIENCE_S, lone_failure.POLL_S = 2.0, 0.2
     engine.memascend.failures._end = lambda message: (say(f"ENDED {message}"), os._exit(0))
     if comm.get_rank() == 1:
         layer = layers_of(engine)[1]
-        layer.fails_in, layer.error = 4 + 3, torch.OutOfMemoryError
+        layer.fails_in, layer.error = calls, torch.OutOfMemoryError
         with contextlib.suppress(torch.OutOfMemoryError):
             engine.backward(loss_of(engine, 1))
         try:
@@ -285,6 +303,8 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--by-slice", action="store_true")
     parser.add_argument("--without-number", action="store_true")
+    parser.add_argument("--fails-in-forward", action="store_true")
+    parser.add_argument("--leaves", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -298,6 +318,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model(tied=arguments.tied)
     alone = copy.deepcopy(model)
+    if arguments.leaves:
+        set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(model=model, config=config)
     reductions = count_calls(engine.optimizer, "independent_gradient_partition_epilogue")
     # All gradients come from graphs inside the one that runs, which DeepSpeed has not begun.
@@ -311,7 +333,7 @@ def main() -> None:
     if comm.get_rank() == 0:
         say("RESULT " + json.dumps(found))
     if comm.get_world_size() > 1:
-        run_out_of_memory_alone(engine)
+        run_out_of_memory_alone(engine, 3 if arguments.fails_in_forward else 4 + 3)
     engine.destroy()
     leave()
 

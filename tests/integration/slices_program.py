@@ -118,6 +118,14 @@ class Ways:
             per_device_eval_batch_size=4,
         )
 
+    def generation(self) -> Found:
+        """Sample from the model behind each step, in a callback."""
+        return self._train("generation", callbacks=[Sampling()])
+
+    def forward_alone(self) -> Found:
+        """Run a forward pass with a graph before each step, and drop it."""
+        return self._train("forward_alone", trainer_class=WithForwardAlone)
+
     def resumed(self) -> Found:
         """Save in the middle of an epoch, and continue from there."""
         settings = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
@@ -144,6 +152,15 @@ class Ways:
             "classification_of_mean_loss",
             model=lambda: classifier(accepts_loss_kwargs=False),
             train_dataset=Classes(),
+        )
+
+    def liger(self) -> Found:
+        """Train with Liger's loss; its other kernels do not run in Triton's interpreter."""
+        kernels = dict.fromkeys(("rope", "swiglu", "rms_norm", "cross_entropy"), False)
+        return self._train(
+            "liger",
+            use_liger_kernel=True,
+            liger_kernel_config=kernels | {"fused_linear_cross_entropy": True},
         )
 
     def router_loss(self) -> Found:
@@ -177,6 +194,10 @@ class Ways:
     def accelerate_loop_of_padded_rows(self) -> Found:
         """Likewise on padded rows, where the mean of means is another loss."""
         return self._loop("accelerate_loop_of_padded_rows", Rows())
+
+    def accelerate_loop_with_generation(self) -> Found:
+        """Train in such a loop that samples before each forward pass, in training mode."""
+        return self._loop("accelerate_loop_with_generation", Rows(padded=False), samples=True)
 
     def sft(self) -> Found:
         """Train with TRL on conversations."""
@@ -238,9 +259,8 @@ class Ways:
     ) -> transformers.Trainer:
         # That of the way before, which a Trainer would continue with.
         accelerate.state.AcceleratorState._reset_state()
-        given = {
-            key: changes.pop(key) for key in ("eval_dataset", "train_dataset") if key in changes
-        }
+        names = ("callbacks", "eval_dataset", "train_dataset")
+        given = {key: changes.pop(key) for key in names if key in changes}
         # Before the model, so that transformers builds it under zero.Init.
         arguments = transformers.TrainingArguments(**self._settings(name) | changes)
         given.setdefault("train_dataset", Rows())
@@ -250,7 +270,10 @@ class Ways:
         rows = datasets.load_dataset(
             "json", data_files=str(EXAMPLES / "data" / "chat.jsonl"), split="train"
         )
-        return self._train_trl(name, trl.SFTTrainer, trl.SFTConfig, rows, **changes)
+        # Longer than each conversation: transformers leaves out a mask that masks nothing, and the
+        # bits of attention without a mask are others.
+        length = {"max_length": 128, "pad_to_multiple_of": 128}
+        return self._train_trl(name, trl.SFTTrainer, trl.SFTConfig, rows, **length | changes)
 
     def _train_trl(
         self,
@@ -277,7 +300,7 @@ class Ways:
         trainer.train()
         return self._found(name, trainer)
 
-    def _loop(self, name: str, rows: Rows) -> Found:
+    def _loop(self, name: str, rows: Rows, *, samples: bool = False) -> Found:
         accelerate.state.AcceleratorState._reset_state()
         config = json.loads(self._config.read_text())
         del config["optimizer"]
@@ -300,6 +323,8 @@ class Ways:
         model, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
         losses: list[float] = []
         for batch in loader:
+            if samples:
+                sample(accelerator.unwrap_model(model))
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -336,6 +361,32 @@ class WithAccuracy(transformers.Trainer):
         loss, outputs = super().compute_loss(*arguments, return_outputs=True, **keywords)
         assert outputs.logits.argmax(-1).dim() == 2
         return (loss, outputs) if wants else loss
+
+
+class WithForwardAlone(transformers.Trainer):
+    """Looks at the loss of another batch before each step."""
+
+    def training_step(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
+        other = torch.utils.data.default_collate([Rows(seed=9)[number] for number in range(4)])
+        assert model(**other).loss.requires_grad
+        return super().training_step(model, *arguments, **keywords)
+
+
+class Sampling(transformers.TrainerCallback):
+    """Logs what the model says, as callbacks of trainers do."""
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        model.eval()
+        sample(model)
+        model.train()
+
+
+def sample(model: Any) -> None:
+    """Let a model continue two rows."""
+    prompt = Rows(2, seed=9, padded=False)
+    ids = torch.stack([prompt[number]["input_ids"] for number in range(2)])
+    said = model.generate(input_ids=ids, do_sample=True, max_new_tokens=3, min_new_tokens=3)
+    assert said.shape == (2, COLUMNS + 3)
 
 
 class WithLogitLoss(transformers.Trainer):

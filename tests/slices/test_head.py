@@ -79,7 +79,6 @@ def test_hidden_states_go_with_the_backward_pass_of_the_head() -> None:
     [
         ({"labels": None}, "is not given labels"),
         ({"return_dict": False}, "return_dict=False"),
-        ({"fused_lm_head": True}, "TRL computes it in chunks"),
         ({"output_hidden_states": True}, "output_hidden_states"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.parity import families
 from tests.support.sliced_models import LENGTH, ROWS, assert_close, batch, make, run, sliced
@@ -29,6 +30,21 @@ def test_gradients_are_those_of_the_whole_batch(
         # A layer that passes a bias on, or a head with another loss, gives up in the first slice.
         assert all(numbers == [0] for _, numbers in passes if numbers not in done)
         assert len(done) >= 4
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text"])
+def test_layers_with_sliding_windows_are_cut(family: str, passes: list[Any]) -> None:
+    """A mask for each kind of layer."""
+    torch.manual_seed(0)
+    shape = families.DECODER | families.HEAD | {"sliding_window": 4}
+    config = getattr(transformers, f"{family}Config")(**shape)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    inputs = batch(model)
+    expected = run(model, inputs, 0)[1]
+    passes.clear()
+    assert_close(run(model, inputs, 3)[1], expected)
+    assert passes == [(which, [0, 1, 2]) for which, _ in passes]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

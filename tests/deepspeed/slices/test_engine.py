@@ -22,8 +22,8 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "sliced_passes_program.py"
     [
         (1, []),
         (1, ["--tied"]),
-        (1, ["--without-number"]),
-        (2, ["--by-slice"]),
+        (1, ["--without-number", "--leaves"]),
+        (2, ["--by-slice", "--fails-in-forward"]),
         pytest.param(2, [], marks=pytest.mark.full),
         pytest.param(2, ["--tied", "--by-slice"], marks=pytest.mark.full),
     ],
