@@ -420,8 +420,34 @@ def muon_cases() -> list[Case]:
         replace(plain, saver="cpu", resume_at=2, steps=4),
         replace(plain, saver="other tiles", resume_at=3, steps=5, accumulation=2),
         replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
-        replace(plain, during_backward=True),
         replace(clipped, gather_all=True, modify_weights=True),
+    ]
+
+
+def muon_early_cases() -> list[Case]:
+    """Muon whose steps begin during backward, and what decides against them."""
+    early = Case(optimizer_type="Muon", during_backward=True, steps=5)
+    return [
+        early,
+        # Some steps are left out, the scale grows in some.
+        replace(early, dtype="fp16", steps=8, scale_power=16, scale_window=2, accumulation=2),
+        replace(early, family="unused", accumulation=3, scheduler=True),
+        replace(early, resume_at=3, steps=7),
+        replace(early, family="alternating", accumulation=4),
+        replace(early, family="mixtral", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(early, gradients_in_fp32=True, accumulation=2, modify_weights=True),
+        replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True),
+        replace(early, limit_bytes=LIMIT_LARGE_BYTES),
+        # Gradients are looked at in the second step; later they may be used up.
+        replace(early, accessors="change", steps=3),
+        replace(early, boundary="stepped", accumulation=3),
+        replace(early, verify="full", volumes=("3", "1", "2"), split_master=False),
+        replace(early, saver="cpu", resume_at=2, dtype="fp16", scale_power=10, steps=6),
+        replace(early, family="odd", walk="off", persistence_numel=0),
+        # After backward: with clipping, several ranks, and where nobody demands it.
+        replace(early, clipping=1.0),
+        replace(early, world=2),
+        replace(early, during_backward="auto", steps=14),
     ]
 
 
