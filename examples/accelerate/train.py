@@ -14,8 +14,8 @@ import transformers
 HERE = Path(__file__).parent
 
 
-def main() -> None:
-    """Train, or go on from a checkpoint, and save the model."""
+def parse() -> argparse.Namespace:
+    """Return the arguments, with the names of `TrainingArguments`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="toy/llama", help="a folder, or a name on the Hub")
     parser.add_argument("--data", default=str(HERE.parent / "data" / "text.jsonl"))
@@ -30,8 +30,12 @@ def main() -> None:
     parser.add_argument("--save_steps", type=int, default=4)
     parser.add_argument("--resume_from_checkpoint", help="a folder checkpoint-N of --output_dir")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Train, or go on from a checkpoint, and save the model."""
+    args = parse()
     # Made before the model, so that from_pretrained puts the weights where they belong at once.
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=args.deepspeed)
     # The order of the rows follows from seed and epoch, for runs that resume within one.

@@ -90,7 +90,7 @@ def warnings_of(accounts: Accounts, *, accumulates: bool = True) -> list[str]:
     plan, settings = accounts.memascend, accounts.settings
     notes = _note_of_packed(accounts.shapes)
     notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
-    notes += _notes_of_block(accounts.block, settings)
+    notes += _notes_of_block(accounts.block, settings, plan.request.world)
     notes.append(advise_muon(accounts.shapes, settings))
     if accumulates:
         micro_batches = accounts.block.micro_batches
@@ -131,7 +131,7 @@ def _note_of_drives(plan: Plan) -> list[str]:
     return [sizes if found == wanted else f"{sizes}: the limit has no room for more"]
 
 
-def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list[str]:
+def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings, world: int) -> list[str]:
     """Return notes on settings of the JSON that make a run differ from memascend's column."""
     notes = []
     if is_disabled():
@@ -148,7 +148,7 @@ def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list
             f"{reason}. Host memory of a run grows with the model"
         )
     is_demanded = block.streaming.optimizer.during_backward is True
-    if is_demanded and (reason := why_not_during_backward(block, settings)):
+    if is_demanded and (reason := why_not_during_backward(block, settings, world=world)):
         notes.append(f"streaming.optimizer.during_backward has no effect: {reason}")
     if fewer_bits(block):
         notes.append(f"inexact: {inexactness(block)}")

@@ -156,9 +156,12 @@ def _fewer_writes(
     optimizer = block.streaming.optimizer.model_copy(update={"during_backward": True})
     streaming = block.streaming.model_copy(update={"optimizer": optimizer})
     early = block.model_copy(update={"streaming": streaming})
-    if not request.during_backward and not why_not_during_backward(early, settings):
+    if not request.during_backward and not why_not_during_backward(
+        early, settings, world=request.world
+    ):
         key = "streaming.optimizer.during_backward: true"
         name = f"{key}, for {request.second_values_bytes:.3g} bytes more a parameter on the drive"
+        name = key if request.is_muon else name  # whose matrices have second values in any case
         early_request = replace(request, during_backward=True, tries_during_backward=False)
         yield early_request, limit, name
     more = (plan.host_bytes if limit is None else limit) + MORE_BYTES

@@ -34,7 +34,7 @@ from memascend.plan.knobs import (
     spare_count,
     sub_group_numels,
 )
-from memascend.plan.muon import applied_numel, matrices_numel
+from memascend.plan.muon import applied_numel, matrices_numel, on_drive_numels
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -278,11 +278,17 @@ def _matrices_bytes(
     """Return bytes of Muon's updates beside gradients, of second values, of parameters with these.
 
     Updates that are applied as they are made lie nowhere, and their matrices have second values.
+    Those of steps during backward are SECOND_VALUES.
     """
     if request.optimizer_device != "nvme":
         return 0, 0, 0
-    applied = applied_numel(shapes, request, _numels(request, resident))
+    numels = _numels(request, resident)
+    applied = applied_numel(shapes, request, numels)
     written = matrices_numel(shapes, request) - applied
+    if request.during_backward:
+        # Instead of gradients: those are counted.
+        written = matrices_numel(shapes, request) - on_drive_numels(shapes, request, numels)[0]
+        applied = 0
     weight_itemsize = request.param_itemsize + request.stored_master_itemsize
     second_itemsize = weight_itemsize + request.momentum_itemsize + request.flag_itemsize
     parameters_bytes = applied * request.param_itemsize
@@ -309,10 +315,13 @@ def _numels(request: PlanRequest, resident: Mapping[str, int]) -> dict[str, int]
 def _early_numel(shapes: ModelShapes, request: PlanRequest, resident: Mapping[str, int]) -> int:
     """Return the elements of sub-groups that may be stepped during backward.
 
-    Such a sub-group has no master weight or state in memory, which the first sub-groups get.
+    Such a sub-group has no master weight or state in memory, which the first sub-groups get; one
+    of Muon's matrices no parameter, either.
     """
     if not request.during_backward:
         return 0
+    if request.is_muon:
+        return sum(on_drive_numels(shapes, request, _numels(request, resident)))
     kept_numel = max(
         resident.get(MASTER, 0) / request.stored_master_itemsize,
         resident.get(STATE, 0) / (request.states_bytes or 1),

@@ -24,7 +24,8 @@ ADAM_KEYWORDS = ("embed", "lm_head")
 #: Model whose norm is told where the model is not known.
 EXAMPLE = "Llama-3.1-8B"
 #: On the device, for each element of a matrix that is updated: its gradient and momentum, and the
-#: temporaries of Newton-Schulz.
+#: temporaries of Newton-Schulz. During backward one more: the gradient stays, for an update that
+#: cannot be made.
 UPDATE_VALUES = 8
 #: The same with several ranks: buffers of the gather, for gradient and momentum.
 GATHERED_VALUES = 4
@@ -62,15 +63,28 @@ def applied_numel(shapes: ModelShapes, request: PlanRequest, in_memory: Mapping[
         request: The request of the plan.
         in_memory: Elements in memory, by stream.
     """
-    if not request.applies_updates or not matrices_numel(shapes, request):
+    if not request.applies_updates:
         return 0
+    return on_drive_numels(shapes, request, in_memory)[0]
+
+
+def on_drive_numels(
+    shapes: ModelShapes, request: PlanRequest, in_memory: Mapping[str, int]
+) -> tuple[int, int]:
+    """Return the elements of sub-groups of a rank that may have second values.
+
+    Those of matrices that are updated one by one, none of whose values is in memory, and those of
+    other parameters, none of whose weights and states is there. Arguments as of `applied_numel`.
+    """
+    if not matrices_numel(shapes, request):
+        return 0, 0
     names, rest = set(), in_memory.get(PARAMETERS, 0)
     for tensor in shapes.tensors:  # in the order in which they get memory
         if rest > 0:
             names.add(tensor.name)
         rest -= tensor.shard_numel(request.world)
     kept = max(in_memory.get(MASTER, 0), in_memory.get(STATE, 0))
-    matrices, begin, applied = matrix_names(shapes, request), 0, 0
+    matrices, begin, on_drive = matrix_names(shapes, request), 0, [0, 0]
     groups = shapes.sub_groups(
         world=request.world,
         sub_group_size=request.sub_group_size,
@@ -80,10 +94,11 @@ def applied_numel(shapes: ModelShapes, request: PlanRequest, in_memory: Mapping[
     for group in groups:
         numel = sum(tensor.shard_numel(request.world) for tensor in group)
         is_of_matrices = group[0].name in matrices
-        if is_of_matrices and begin >= kept and names.isdisjoint(one.name for one in group):
-            applied += numel
+        is_free = not is_of_matrices or names.isdisjoint(one.name for one in group)
+        if begin >= kept and is_free:
+            on_drive[0 if is_of_matrices else 1] += numel
         begin += numel
-    return applied
+    return on_drive[0], on_drive[1]
 
 
 def update_norm(matrices: Iterable[TensorShape]) -> float:
@@ -126,9 +141,10 @@ def note_device(shapes: ModelShapes, request: PlanRequest) -> str:
     if not matrices_numel(shapes, request):
         return ""
     largest = max(matrices_of(shapes), key=lambda tensor: tensor.numel)
-    values = UPDATE_VALUES + GATHERED_VALUES * (request.world > 1)
+    values = UPDATE_VALUES + GATHERED_VALUES * (request.world > 1) + request.during_backward
     nbytes = largest.numel * values * request.gradient_itemsize
+    when = "during backward" if request.during_backward else "in step()"
     return (
-        f"Muon updates one matrix at a time on the device, in step(): the largest, {largest.name} "
-        f"of {largest.numel:,} elements, takes about {format_nbytes(nbytes)} there"
+        f"Muon updates one matrix at a time on the device, {when}: the largest, {largest.name} of "
+        f"{largest.numel:,} elements, takes about {format_nbytes(nbytes)} there"
     )

@@ -277,6 +277,7 @@ class PlanRequest:
             )
         optimizer, steps = settings.optimizer, block.streaming.optimizer
         volume_count = len(block.volumes) if block.volumes else 1
+        may_be_early = not why_not_during_backward(block, settings, world=world)
         return cls(
             world=world,
             gradient_accumulation_steps=settings.accumulation_steps(world),
@@ -302,12 +303,9 @@ class PlanRequest:
             verify=block.verify,
             volume_count=volume_count,
             drive_count=-(-volume_count // local_world),
-            during_backward=steps.during_backward is True
-            and not why_not_during_backward(block, settings),
-            tries_during_backward=steps.during_backward == "auto"
-            and not why_not_during_backward(block, settings),
-            guesses=bool(settings.gradient_clipping)
-            or "gradient_clipping" in settings.left_to_trainer,
+            during_backward=steps.during_backward is True and may_be_early,
+            tries_during_backward=steps.during_backward == "auto" and may_be_early,
+            guesses=_may_clip(settings),
             applies_updates=_applies_updates(block, settings),
             overlaps=steps.overlap and _steps_in_one_pass(block, settings),
             has_activations=block.activations.enabled,
@@ -371,11 +369,10 @@ def why_whole_steps(settings: DeepSpeedSettings) -> str:
 
 def _applies_updates(block: MemAscendConfig, settings: DeepSpeedSettings) -> bool:
     """Return whether Muon's updates are applied as they are made: nothing scales them later."""
-    may_clip = settings.gradient_clipping or "gradient_clipping" in settings.left_to_trainer
     zero = settings.zero_optimization
     return (
         is_muon(settings.optimizer.type)
-        and not may_clip
+        and not _may_clip(settings)
         and settings.precision != FP16
         and block.streaming.optimizer.fused
         and block.streaming.optimizer.state_dtype not in _CODED
@@ -384,12 +381,46 @@ def _applies_updates(block: MemAscendConfig, settings: DeepSpeedSettings) -> boo
     )
 
 
-def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
+def why_muon_is_after_backward(
+    *, world: int, may_clip: bool, state_dtype: str, is_demanded: bool
+) -> str:
+    """Return why Muon's steps do not begin during backward; empty if there is no reason.
+
+    Args:
+        world: Ranks that share the model.
+        may_clip: Whether there is a limit for the norm.
+        state_dtype: The block's form of states.
+        is_demanded: Whether `during_backward` is true.
+    """
+    if not is_demanded:
+        return "Muon's updates are made when all gradients are there, unless it is true"
+    if may_clip:
+        return "with gradient_clipping Muon's updates are made when all gradients are there"
+    if world > 1:
+        return "several ranks make Muon's updates together, when all gradients are there"
+    if state_dtype in _CODED:
+        return f'with state_dtype "{state_dtype}" Muon\'s updates are made after backward'
+    return ""
+
+
+def _may_clip(settings: DeepSpeedSettings) -> bool:
+    return bool(settings.gradient_clipping) or "gradient_clipping" in settings.left_to_trainer
+
+
+def why_not_during_backward(
+    block: MemAscendConfig, settings: DeepSpeedSettings, *, world: int = 1
+) -> str:
     """Return why `during_backward` is not false but has no effect, as far as the JSON shows it."""
     if not block.streaming.optimizer.during_backward:
         return ""
-    if is_muon(settings.optimizer.type):
-        return "Muon's updates are made when all gradients are there"
+    reason = why_muon_is_after_backward(
+        world=world,
+        may_clip=_may_clip(settings),
+        state_dtype=block.streaming.optimizer.state_dtype,
+        is_demanded=block.streaming.optimizer.during_backward is True,
+    )
+    if is_muon(settings.optimizer.type) and reason:
+        return reason
     if not _steps_in_one_pass(block, settings):
         return (
             "it needs parameters and optimizer on the drive, all streams on, and DeepSpeedCPUAdam "

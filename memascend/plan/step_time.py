@@ -142,6 +142,8 @@ def optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
     numel = plan.early_numel * (1 - 1 / LEFT_ONE_OF if request.overlaps else 1)
     values_bytes = numel * (request.stored_master_itemsize + request.states_bytes)
     part = numel / max(1, plan.trained_numel)
+    if request.is_muon:  # whose matrices have other states
+        values_bytes = part * (read[MASTER] + read[STATE])
     during = _Moved(
         values_bytes + part * plan.halves_read_bytes,
         values_bytes + part * (written[PARAMETERS] + second_written),

@@ -169,6 +169,9 @@ STEP_MODES: dict[str, Mode] = {
 MUON_MODES: dict[str, Mode] = {
     "all is on the drive": Mode(),
     "little memory": Mode({"limit_bytes": 29 * MIB}),
+    # With one rank; two step after backward.
+    "during backward": Mode({"during_backward": True}),
+    "during backward, little memory": Mode({"during_backward": True, "limit_bytes": 29 * MIB}),
 }
 ACTIVATION_MODES: dict[str, Mode] = {
     "all goes to the drive": Mode({"saved_bytes": 0}),

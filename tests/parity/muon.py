@@ -1,7 +1,8 @@
 """Cases of DeepSpeed's Muon: what they vary beside those of matrix.py, and the runs that resume.
 
 - Matrices that ranks cut, and that get no gradient in some steps.
-- Updates that are written, with clipping or a loss scale, and applied as they are made.
+- Updates that are written, with clipping or a loss scale, and applied as they are made, also during
+  backward.
 - Runs that end in one mode and go on in another: clipped and not, master weights whole and in
   halves, CPU offload's and ours.
 - Batches and lists of experts, fewer heads of keys than of queries, a head alone.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .cases import CLIPPING_NEVER, SUB_GROUP_LARGE_NUMEL, Case
-from .matrix import LIMIT_EVERYTHING_BYTES, LIMIT_LARGE_BYTES
+from .matrix import LIMIT_EVERYTHING_BYTES, LIMIT_LARGE_BYTES, LIMIT_SMALL_BYTES
 
 FAMILIES = ("llama", "qwen", "gpt2", "mixtral", "odd")
 
@@ -52,7 +53,6 @@ def muon_cases() -> list[Case]:
         replace(plain, family="leaves", steps=4),
         replace(plain, family="leaves", world=2, clipping=1.0, resume_at=2, steps=4),
         replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
-        replace(plain, during_backward=True),
         replace(clipped, gather_all=True, modify_weights=True),
     ]
 
@@ -78,4 +78,31 @@ def muon_resumed_cases() -> list[Case]:
         replace(plain, saver="halves", split_master=False, world=2, family="odd"),
         replace(plain, saver="limit", world=2),
         replace(plain, family="alternating", resume_at=3, steps=5),
+    ]
+
+
+def muon_early_cases() -> list[Case]:
+    """Muon whose steps begin during backward, and what decides against them."""
+    early = Case(optimizer_type="Muon", during_backward=True, steps=5)
+    return [
+        early,
+        # Some steps are left out, the scale grows in some.
+        replace(early, dtype="fp16", steps=8, scale_power=16, scale_window=2, accumulation=2),
+        replace(early, family="unused", accumulation=3, scheduler=True),
+        replace(early, resume_at=3, steps=7),
+        replace(early, family="alternating", accumulation=4),
+        replace(early, family="mixtral", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(early, gradients_in_fp32=True, accumulation=2, modify_weights=True),
+        replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True),
+        replace(early, limit_bytes=LIMIT_LARGE_BYTES),
+        # Gradients are looked at in the second step; later they may be used up.
+        replace(early, accessors="change", steps=3),
+        replace(early, boundary="stepped", accumulation=3),
+        replace(early, verify="full", volumes=("3", "1", "2"), split_master=False),
+        replace(early, saver="cpu", resume_at=2, dtype="fp16", scale_power=10, steps=6),
+        replace(early, family="odd", walk="off", persistence_numel=0),
+        # After backward: with clipping, several ranks, and where nobody demands it.
+        replace(early, clipping=1.0),
+        replace(early, world=2),
+        replace(early, during_backward="auto", steps=14),
     ]

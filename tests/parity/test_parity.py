@@ -124,6 +124,16 @@ def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case:
             assert ledger["live_bytes"] == pytest.approx(ledger["planned_bytes"], rel=0.02)
 
 
+@pytest.mark.parametrize("case", quick(muon.muon_early_cases(), 0, 1, 2), ids=case_name)
+def test_muon_during_backward_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    is_early = case.during_backward is True and not case.clipping and case.world == 1
+    is_early = is_early and case.boundary != "stepped" and case.accessors == "none"
+    assert all((rank["early_tile_count"] > 0) == is_early for rank in facts)
+
+
 @pytest.mark.parametrize("case", quick(matrix.sum_cases(), 0, 1), ids=case_name)
 def test_sums_of_narrower_gradients_have_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")

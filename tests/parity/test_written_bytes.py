@@ -63,3 +63,17 @@ def test_a_step_of_muon_moves_what_the_plan_says(bench: Bench, clipping: float) 
     assert read == pytest.approx(planned_read, rel=0.05)
     assert written == pytest.approx(sum(plan.written_bytes.values()), rel=0.05)
     assert on_drive == pytest.approx(sum(plan.drive.values()), rel=0.05)
+
+
+def test_a_step_of_muon_during_backward_moves_what_the_plan_says(bench: Bench) -> None:
+    """One tile of four, some of which are small, is left, and its updates are moved."""
+    case = Case(optimizer_type="Muon", during_backward=True)
+    read, written, on_drive = moved_bytes_of_a_step(bench, case)
+    request = PlanRequest.from_deepspeed(
+        deepspeed_json(case, "memascend", "/drive"), has_decay_groups=False
+    )
+    plan = derive(from_module(models.maker(case.family)()), request=request)
+    assert plan.request.during_backward
+    assert read == pytest.approx(sum(plan.read_bytes.values()), rel=0.02)
+    assert written == pytest.approx(sum(plan.written_bytes.values()), rel=0.02)
+    assert on_drive == pytest.approx(sum(plan.drive.values()), rel=0.05)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memascend.config.deepspeed import parse_deepspeed
-from memascend.plan.derive import SECOND_MATRICES, derive
+from memascend.plan.derive import SECOND_MATRICES, SECOND_VALUES, derive
 from memascend.plan.muon import (
     EXAMPLE,
     advise_muon,
@@ -19,6 +19,7 @@ from memascend.plan.muon import (
     matrices_of,
     matrix_names,
     note_device,
+    on_drive_numels,
     update_norm,
 )
 from memascend.plan.request import PlanRequest
@@ -138,6 +139,41 @@ def test_without_clipping_no_update_is_moved() -> None:
     assert plan.host == derive(MATRICES, request=request).host
 
 
+@pytest.mark.parametrize("applies", [True, False])
+def test_during_backward_no_gradient_of_a_matrix_is_moved_but_of_tiles_that_are_left(
+    applies: bool,
+) -> None:
+    """In fp16 updates are not applied after backward."""
+    numel = MATRICES.numel
+    request = PlanRequest(optimizer="Muon", reuse_numel=0, applies_updates=applies)
+    plan = derive(MATRICES, request=replace(request, during_backward=True))
+    weights = 2 + 1 / 8  # low halves and flags
+    left = 2 / 4  # updates of one tile of four
+    others = {name: nbytes for name, nbytes in plan.read_bytes.items() if name != "parameters"}
+    assert sum(others.values()) == (left + 2 + weights) * numel  # momentum
+    assert sum(plan.written_bytes.values()) == (left + 2 + weights + 2) * numel
+    assert plan.updates_bytes == plan.handed_over_bytes == 0
+    assert SECOND_MATRICES not in plan.drive
+    assert plan.drive[SECOND_VALUES] == (2 + weights + 2) * numel
+    assert plan.early_numel == numel
+    during, after = optimizer_parts(plan, left * numel)
+    assert during.read == pytest.approx((2 + 2 + weights) * numel * 3 / 4)
+    assert during.written == pytest.approx((2 + 2 + weights) * numel * 3 / 4)
+    assert after.read == pytest.approx((left + (2 + 2 + weights) / 4) * numel)
+    without_overlap = replace(request, during_backward=True, overlaps=False)
+    assert derive(MATRICES, request=without_overlap).read_bytes["gradients"] == 0
+
+
+def test_matrices_in_memory_are_stepped_after_backward_and_others_during_it() -> None:
+    names = ("layers.0.up.weight", "layers.1.up.weight", "lm_head")
+    model = ModelShapes("m", tuple(map(TensorShape, names, ((8, 4), (8, 4), (16, 4)), [True] * 3)))
+    request = PlanRequest(optimizer="Muon", during_backward=True, sub_group_size=32)
+    assert on_drive_numels(model, request, {}) == (64, 64)
+    assert on_drive_numels(model, request, {"parameters": 1}) == (32, 64)
+    assert on_drive_numels(model, request, {"master weights": 33}) == (0, 64)
+    assert on_drive_numels(model, replace(request, optimizer="AdamW"), {}) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("in_memory", "applied"),
     [({}, 64), ({"master weights": 1}, 32), ({"optimizer state": 33}, 0), ({"parameters": 80}, 32)],
@@ -219,5 +255,9 @@ def test_the_device_memory_of_the_largest_update_is_told() -> None:
     found = note_device(shapes, PlanRequest(optimizer="Muon"))
     assert "58,720,256 elements" in found
     assert "gate_proj" in found
+    assert "in step()" in found
     assert found != note_device(shapes, PlanRequest(optimizer="Muon", world=2))
+    early = note_device(shapes, PlanRequest(optimizer="Muon", during_backward=True))
+    assert f"during backward: {found.partition('step(): ')[2].partition(', takes')[0]}" in early
+    assert early.partition("takes")[2] != found.partition("takes")[2]
     assert note_device(shapes, PlanRequest()) == ""

@@ -76,6 +76,7 @@ def test_parsed_settings_come_with_their_block() -> None:
 
 
 UNCLIPPED = {"gradient_clipping": 0.0}
+MUON = {"optimizer": {"type": "Muon", "params": {}}}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,10 @@ def test_master_weights_are_in_halves_where_one_pass_steps_those_of_bf16(
         ({"gradient_clipping": 0.5}, ""),
         (UNCLIPPED | {"optimizer": {"type": "Lion"}}, "DeepSpeedCPUAdam"),
         (UNCLIPPED | {"torch_autocast": {"enabled": True}}, "in one pass"),
+        (UNCLIPPED | MUON, ""),
+        (UNCLIPPED | MUON | {"fp16": {"enabled": True}, "bf16": {"enabled": False}}, ""),
+        (MUON | {"gradient_clipping": 0.5}, "with gradient_clipping Muon's updates"),
+        (MUON | {"gradient_clipping": "auto"}, "with gradient_clipping Muon's updates"),
     ],
 )
 def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason: str) -> None:
@@ -206,6 +211,23 @@ def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason
     assert PlanRequest.from_deepspeed(settings, block=block).during_backward == (not reason)
     off = parse_block({"streaming": {"optimizer": {"during_backward": False}}})
     assert why_not_during_backward(off, settings) == ""
+
+
+def test_muon_begins_during_backward_on_demand_with_one_rank_and_exact_momentum() -> None:
+    settings = parse_deepspeed(on_drive(**UNCLIPPED, **MUON))
+    for steps, world, reason in (
+        ({"during_backward": True}, 1, ""),
+        ({"during_backward": True}, 2, "several ranks make Muon's updates together"),
+        ({"during_backward": "auto"}, 1, "unless it is true"),
+        ({"during_backward": True, "state_dtype": "int8"}, 1, 'with state_dtype "int8"'),
+        ({"during_backward": True, "fused": False}, 1, "in one pass"),
+    ):
+        block = parse_block({"streaming": {"optimizer": steps}})
+        found = why_not_during_backward(block, settings, world=world)
+        assert reason in found
+        assert bool(found) == bool(reason)
+        request = PlanRequest.from_deepspeed(settings, block=block, world=world)
+        assert request.may_begin_early == (not reason)
 
 
 @pytest.mark.parametrize(

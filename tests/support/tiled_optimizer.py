@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
+from memascend.base.interfaces import Device
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.upstream import Upstream
@@ -112,7 +113,7 @@ class Tiled:
             background=BackgroundStep(),
             hand_over=HandOver(),
             new_event=None,
-            device=SimpleNamespace(wait_idle=None),
+            device=Device(),
             gradients=self.gradient_stream,
             optimizer=self.stream,
             open_optimizer=self._open,

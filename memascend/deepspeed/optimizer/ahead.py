@@ -16,6 +16,9 @@ anything between backward and step in them, early steps are turned off for the r
 
 If a parameter got no gradient in some step, its tiles are not early any more: its next step may use
 the gradient of the step before again.
+
+Muon's matrices (muon.py) are stepped so if it is demanded, nothing is clipped, and there is one
+rank: tiles get updates instead of gradients.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deepspeed import comm as dist
 
 from memascend.base.sizes import LEFT_ONE_OF
-from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam
 from memascend.deepspeed.optimizer.fused_muon import FusedMuon
 from memascend.deepspeed.optimizer.guess import Guess
 from memascend.deepspeed.optimizer.room import too_little_room
@@ -54,8 +57,12 @@ log = logging.getLogger(__name__)
 #: Reasons to discard a guess.
 CLIPPED = "the norm is above gradient_clipping"
 ADDED = "a backward pass added to a gradient that was final"
-_KEY = "streaming.optimizer.during_backward"
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+KEY = "streaming.optimizer.during_backward"
+#: Those of Adam, and of Muon's matrices.
+_HYPERPARAMETERS = (
+    *("lr", "betas", "eps", "weight_decay", "bias_correction"),
+    *("momentum", "ns_method"),
+)
 #: Steps before the first early one: enough to see an event of every step or of every other step.
 WATCHED_COUNT = 2
 
@@ -92,6 +99,16 @@ class NothingAhead:
     def discard(self) -> None:
         """Do nothing."""
 
+    def may_be_early(self, number: int) -> bool:
+        """Return that nothing speaks against early steps of a sub-group."""
+        return True
+
+    def reserve(self, steps: Iterable[EarlyStep]) -> None:
+        """Do nothing: no second values are of this object."""
+
+    def note_failure(self) -> None:
+        """Do nothing."""
+
 
 class AfterBackward(NothingAhead):
     """All tiles are stepped after backward; the first ones are read during backward."""
@@ -118,9 +135,10 @@ class DuringBackward:
         *,
         upstream: Upstream,
         runtime: Runtime,
-        fused: FusedAdam,
+        fused: FusedAdam | FusedMuon,
         overlaps: Callable[[], bool],
         turn_off: Callable[[], None],
+        after_backward: NothingAhead,
         worth: Worth | None = None,
     ) -> None:
         """Start without a gradient.
@@ -131,6 +149,7 @@ class DuringBackward:
             fused: The optimizer's fused steps.
             overlaps: Returns whether a fused step may run in the background.
             turn_off: Called when this object must not be used any more.
+            after_backward: Work ahead of steps that do not begin during backward.
             worth: Finds out whether early steps pay; None: they are demanded.
         """
         self._upstream, self._runtime, self._fused = upstream, runtime, fused
@@ -139,7 +158,7 @@ class DuringBackward:
         self._guess = Guess(worth) if worth is not None or upstream.norm_max > 0 else None
         self._is_demanded = worth is None
         runtime.guesses = None if self._guess is None else self._guess.counts
-        self._after_backward = AfterBackward(runtime.optimizer)
+        self._after_backward = after_backward
         self._has_parts = False  # whether tiles of the coming step may be stepped early
         self._tiles = TilesDuringBackward(
             stream=runtime.optimizer, background=runtime.background, new_event=runtime.new_event
@@ -195,6 +214,7 @@ class DuringBackward:
 
     def note_look(self) -> None:
         """Note that the script reads a gradient: an early step would have consumed it."""
+        self._after_backward.note_look()
         self._stop_if_watched("gradients are read")
 
     def drop(self, step: Step, reason: str) -> None:
@@ -212,7 +232,7 @@ class DuringBackward:
         """Return (begins of the tiles stepped early, why they were discarded or empty)."""
         if not step.basis:
             return {}, ""
-        changed = _difference(step.basis, self._basis(self._upstream.loss_scale))
+        changed = _difference(step.basis, self._basis(self._loss_scale))
         reason = step.doubt or (changed and f"{changed} between backward and step()")
         if self._has_parts and not self._is_within(step):
             reason = reason or CLIPPED
@@ -236,7 +256,13 @@ class DuringBackward:
 
     def _is_within(self, step: Step) -> bool:
         """Return whether nothing is clipped: the factor is the one of early steps."""
-        return as_number(step.factor) == 1.0 / self._upstream.loss_scale
+        return as_number(step.factor) == 1.0 / self._loss_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        """The loss scale that the step divides by; DeepSpeed updates it behind Muon's updates."""
+        is_coming = isinstance(self._fused, FusedMuon)
+        return self._upstream.coming_loss_scale() if is_coming else self._upstream.loss_scale
 
     def note_decided(self, step: Step, reason: str) -> None:
         """Count a guess, and tell why no tile was stepped early, if there is a reason."""
@@ -257,6 +283,7 @@ class DuringBackward:
     def restart(self) -> None:
         """Drop the early steps of a step that is over."""
         self._tiles.drop()
+        self._after_backward.restart()
 
     # -- watching --------------------------------------------------------------------------------
 
@@ -273,16 +300,20 @@ class DuringBackward:
         if not self._is_watched:
             return False
         if dist.get_rank() == 0:
-            log.warning("memascend: %s has no effect from now on: %s", _KEY, reason)
+            log.warning("memascend: %s has no effect from now on: %s", KEY, reason)
         self._stop()
         return True
 
     def _stop(self) -> None:
-        self.discard()
+        self._discard_own()
         self._turn_off()
 
     def discard(self) -> None:
         """Drop early steps, and free their space on the drive."""
+        self._discard_own()
+        self._after_backward.discard()
+
+    def _discard_own(self) -> None:
         self._tiles.drop()
         for key in self._keys:
             self._store.discard(key=early_key(key))
@@ -300,8 +331,9 @@ class DuringBackward:
                 "gradient_clipping": upstream.norm_max,
                 # Copied: the script may change a list of betas in place.
                 **{
-                    name: copy.deepcopy(upstream.hyperparameters(number)[name])
-                    for name in _HYPERPARAMETERS
+                    name: copy.deepcopy(value)
+                    for name, value in upstream.hyperparameters(number).items()
+                    if name in _HYPERPARAMETERS
                 },
             }
             for number, master in enumerate(upstream.masters)
@@ -319,7 +351,10 @@ class DuringBackward:
         states = [self._groups.group(name).states for name in upstream.names]
         if any(map(fused.why_not, groups, values, states)):
             return []
-        coming = [(group, one["step"] + 1) for group, one in zip(groups, values, strict=True)]
+        # Matrices of Muon count no steps.
+        coming = [
+            (group, one.get("step", 0) + 1) for group, one in zip(groups, values, strict=True)
+        ]
         chosen = [
             self._early_part(number, update)
             for number, update in enumerate(fused.early(coming))
@@ -344,7 +379,8 @@ class DuringBackward:
         group = self._groups.group(self._upstream.masters[number].ds_id)
         in_memory = sum(self._store.memory_of(key=key) for key in group.all_keys)
         are_stored = all(member.key is not None for member in self._upstream.members(number))
-        return are_stored and not group.fills and in_memory == 0
+        is_free = self._after_backward.may_be_early(number)
+        return is_free and are_stored and not group.fills and in_memory == 0
 
     def _has_room(self, parts: Sequence[EarlyPart]) -> bool:
         """Reserve room for early results; if the drive is full, turn early steps off.
@@ -354,8 +390,11 @@ class DuringBackward:
         keys, store = self._keys_of(parts), self._store
         # After a failed write a key is unreadable until it is created again.
         reserve = functools.partial(make_anew, store) if self._tiles.has_failed else store.reserve
+        if self._tiles.has_failed:
+            self._after_backward.note_failure()
         self._keys |= set(keys)
         try:
+            self._after_backward.reserve(part.step for part in parts)
             for key in keys:
                 reserve(key=early_key(key), nbytes=store.nbytes(key=key))
             reason = "" if self._is_demanded else too_little_room(self._runtime)
@@ -365,7 +404,7 @@ class DuringBackward:
             log.log(
                 logging.WARNING if self._is_demanded else logging.INFO,
                 "memascend: %s has no effect from now on: %s",
-                _KEY,
+                KEY,
                 reason,
             )
             self._stop()
@@ -374,43 +413,16 @@ class DuringBackward:
         return True
 
     def _keys_of(self, parts: Sequence[EarlyPart]) -> list[str]:
-        """Return the keys that the steps of these sub-groups write."""
-        names = [part.step.name for part in parts]
-        members = [member for part in parts for member in part.step.members]
+        """Return the keys that the steps of these sub-groups write, but for those of matrices."""
+        own = [part.step for part in parts if not self._groups.group(part.step.name).steps_updates]
+        names = [step.name for step in own]
+        members = [member for step in own for member in step.members]
         of_states = [key for name in names for key in self._groups.group(name).all_keys]
         return of_states + [member.key for member in members if member.key is not None]
 
 
 #: Work ahead of a step; its methods take the step that collects gradients.
 AheadOfStep = NothingAhead | DuringBackward
-
-
-def is_never_early(
-    upstream: Upstream,
-    runtime: Runtime,
-    fused: FusedAdam | FusedMuon | OwnSteps,
-    *,
-    streams_gradients: bool,
-) -> bool:
-    """Return whether a run cannot step tiles early; log the reason."""
-    is_demanded = runtime.config.streaming.optimizer.during_backward is True
-    reason, level = "", logging.WARNING if is_demanded else logging.DEBUG
-    if isinstance(fused, FusedMuon):
-        reason = "Muon's updates are made when all gradients are there"
-    elif not fused.is_fused:
-        name = type(upstream.base).__name__
-        reason = f"{name} does not step in one pass (streaming.optimizer.fused)"
-    elif not streams_gradients or upstream.parameter_swapper is None:
-        reason = "parameters and gradients are not streamed from and to the drive"
-    elif not is_demanded and runtime.plan is not None and not runtime.plan.spare_count:
-        reason = (
-            "under host_memory_limit there is no memory for gradients that wait for their tiles, "
-            "or a step would write more"
-        )
-        level = logging.INFO
-    if reason and dist.get_rank() == 0:
-        log.log(level, "memascend: %s has no effect: %s", _KEY, reason)
-    return bool(reason)
 
 
 def gradient_ranges(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:

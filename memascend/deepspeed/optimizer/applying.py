@@ -66,7 +66,7 @@ class Applying:
         """
         if not self.is_wanted or self.values is None or why_not_plain_step(self._upstream.base):
             return set()
-        chosen = {name for name, number in numbers.items() if self._may(name, number)}
+        chosen = {name for name, number in numbers.items() if self.may_lie_beside(name, number)}
         self._is_full = not all(self._has_room(name, numbers[name]) for name in chosen)
         return set() if self._is_full else chosen
 
@@ -81,8 +81,10 @@ class Applying:
         if self.values is not None:
             self.values.discard()
 
-    def _may(self, name: str, number: int) -> bool:
-        assert self.values is not None
+    def may_lie_beside(self, name: str, number: int) -> bool:
+        """Return whether a sub-group of matrices may have second values."""
+        if self.values is None:
+            return False
         group = self._runtime.optimizer.groups.group(name)
         # A fill has no bytes: before the first step there is no momentum to keep.
         is_plain = not group.is_coded(MOMENTUM) and not group.fills

@@ -6,12 +6,13 @@ So they know neither whole matrices nor momentum, and weights may be in halves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from memascend.deepspeed.optimizer.beta_powers import Call
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, Inputs, OwnSteps, fused_adam
 from memascend.deepspeed.optimizer.plain_adam import why_not_plain_step
 from memascend.plan.optimizer_dtypes import BF16_8, refusal_of_muon
@@ -55,6 +56,11 @@ class FusedMuon:
         """Return whether steps of a parameter group are fused."""
         return bool(group["use_muon"]) or self._adam.is_fused
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether steps of all parameters may be fused."""
+        return self._optimizer.aux_optimizer is None or self._adam.is_fused
+
     def advance(self, step: int, betas: tuple[float, float]) -> None:
         """Follow one call of Adam's operator that was made elsewhere."""
         self._adam.advance(step, betas)
@@ -71,6 +77,37 @@ class FusedMuon:
             (update_of(group) if is_plain else None) if group["use_muon"] else next(others)
             for group, _, _ in sub_groups
         ]
+
+    def early(self, coming: Iterable[Call]) -> list[FusedUpdate]:
+        """Return the updates of a step that DeepSpeed may still skip; see `FusedAdam.early`.
+
+        `why_not` has to be empty for each sub-group.
+        """
+        calls = list(coming)
+        of_adam = [one for one in calls if not one[0]["use_muon"]]
+        others = iter(self._adam.early(of_adam) if of_adam else ())
+        return [
+            _plain_update_of(group) if group["use_muon"] else next(others) for group, _ in calls
+        ]
+
+    def why_not(
+        self,
+        group: Mapping[str, Any],
+        values: Mapping[str, Any],
+        states: Mapping[str, torch.dtype],
+    ) -> str:
+        """Return why the optimizer must step by itself; empty if a fused step can replace it."""
+        if not group["use_muon"]:
+            return self._adam.why_not(group, values, states)
+        if update_of(group) is None:
+            return f"lr or weight_decay is no number: {group['lr']}, {group['weight_decay']}"
+        return why_not_plain_step(self._optimizer)
+
+
+def _plain_update_of(group: Mapping[str, Any]) -> FusedUpdate:
+    update = update_of(group)
+    assert update is not None
+    return update
 
 
 def update_of(group: Mapping[str, Any]) -> FusedUpdate | None:

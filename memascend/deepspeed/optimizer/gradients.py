@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.locked import locked, with_lock
+from memascend.deepspeed.optimizer.muon import uses_muon
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.runtime import Runtime
@@ -36,6 +37,9 @@ class StepSide(Protocol):
 
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient is final: the coming step uses its value."""
+
+    def update_early(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return what takes the place of a final gradient that tiles wait for; None: nothing."""
 
     def drop_ahead(self, reason: str) -> None:
         """Discard work done ahead for the coming step: its inputs are about to change."""
@@ -212,11 +216,19 @@ class StreamedGradients:
         if is_final:
             with self.runtime.lock:
                 bypass = self._steps.bypass_of(name, offset, replaces=not arrival.accumulates)
+        accumulates = arrival.accumulates
+        if bypass is not None and uses_muon([arrival.param]):
+            gradient, squares = self._whole(arrival, squares, gradient)
+            update, accumulates = self._steps.update_early(arrival.param, gradient), False
+            if update is None:
+                bypass = None
+            else:
+                gradient, bypass = update, replace(bypass, is_of_update=True)
         shard = self._stream.put(
             name,
             offset,
             gradient,
-            accumulate=arrival.accumulates,
+            accumulate=accumulates,
             final=is_final,
             arrived=arrival.narrow_dtype,
             result=finished,
@@ -229,6 +241,23 @@ class StreamedGradients:
                 self._steps.note_final(name, offset)
         if finished is not None:
             self._hand_over(number, offset, finished)
+
+    def _whole(
+        self, arrival: _Arrival, squares: torch.Tensor | None, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a final gradient, or the sum with those before, and its sum of squares."""
+        if not arrival.accumulates:
+            return gradient, self._stream.squares_of(gradient) if squares is None else squares
+        number, offset, _ = arrival.position
+        whole = torch.empty_like(gradient)
+        here = DriveBypass(
+            offset=offset,
+            tile_numel=gradient.numel(),
+            find=lambda begin, count: whole.narrow(0, begin - offset, count),
+        )
+        name = self._upstream.masters[number].ds_id
+        shard = self._stream.put(name, offset, gradient, accumulate=True, bypass=here)
+        return whole, shard.squares
 
     def finish_pass(self) -> None:
         """Wait until no gradient waits on the device.

@@ -11,11 +11,16 @@ norm: weights take an update as it is made (applying.py), and the walk takes the
 drops them if the norm is not finite. A gradient that does not arrive again is then an update that
 is nowhere. So the last update of such a matrix is made again, and its updates are stored from then
 on, too; all are once a script has read a gradient.
+
+With one rank an update may be made during backward, of a gradient that is on the device, and take
+its place: tiles are stepped by it as by gradients of Adam (ahead.py). Momentum of before is kept
+until the step, which takes the new one over or, with the weights, leaves it.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,22 +29,32 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.deepspeed.older_releases import norm_dtype
-from memascend.deepspeed.optimizer.ahead import AfterBackward, NothingAhead
+from memascend.deepspeed.optimizer.ahead import AfterBackward, NothingAhead, check_gradients
 from memascend.deepspeed.optimizer.applying import Applying
 from memascend.deepspeed.optimizer.fused_muon import update_of
+from memascend.deepspeed.optimizer.plain_adam import why_not_plain_step
 from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.errors import GradientGoneError
 from memascend.plan.optimizers import FIRST_MOMENT, MOMENTUM
 from memascend.runtime import Runtime
 from memascend.streaming.optimizer.applied import Update
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
 from memascend.streaming.optimizer.step import Begins, Step
-from memascend.streaming.optimizer.sub_group_step import step_by_update
+from memascend.streaming.optimizer.sub_group_step import EarlyStep, as_number, step_by_update
+
+log = logging.getLogger(__name__)
 
 
 class _Matrix(NamedTuple):
     number: int  # of its sub-group
     param: Any
     part: MatrixPart  # of this rank
+
+
+class _Made(NamedTuple):
+    update: torch.Tensor  # both are of this rank, 1-D, with zeros behind the end of the matrix
+    momentum: torch.Tensor
+    norm: torch.Tensor  # of the update, 0-dim
 
 
 #: A matrix, and the one behind it, which is read while this one is computed.
@@ -82,6 +97,13 @@ class MuonUpdates(NothingAhead):
         self._keeps_all = False  # stores all updates that are applied
         self._kept: set[MatrixPart] = set()  # matrices whose updates are stored
         self._options: dict[MatrixPart, Mapping[str, Any]] = {}  # of the last update
+        self._lost: set[MatrixPart] = set()  # whose last updates cannot be made again
+        # Matrices that were updated during backward, with their updates' norms; tiles likewise.
+        self._early: dict[MatrixPart, tuple[_Matrix, torch.Tensor]] = {}
+        self._early_begins: Begins = {}
+        self._early_factor = 1.0  # of their gradients
+        self._has_room = True  # on the device, beside backward
+        self._is_cast = False  # whether the last updates after backward were made under autocast
 
     def stream_momentum(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the bytes of a sub-group's momentum, in the dtype of master weights."""
@@ -94,12 +116,16 @@ class MuonUpdates(NothingAhead):
         """Apply the update of each matrix, or replace its gradient by it, and move momentum on.
 
         A collective: with several ranks each gathers one matrix after the other, in one order.
+        Matrices that were updated during backward are left out.
 
         Raises:
             StoreError: The drive failed; some matrices are updated, others are not.
         """
-        matrices = list(self._matrices())
-        applied = self._agree(matrices)
+        self._is_cast = self._is_autocast()
+        matrices = [one for one in self._matrices() if one.part not in self._early]
+        # Sub-groups whose new momentum lies beside the old one already, in part.
+        beside = dict.fromkeys(part.group for part in self._early)
+        applied = self._agree(matrices, may_apply=not beside)
         values = self._applying.values
         if values is not None and applied:
             values.start(applied)
@@ -110,8 +136,12 @@ class MuonUpdates(NothingAhead):
                     self._apply(name, applied[name], some)
                 else:
                     for matrix, following in some:
-                        update, momentum = self._update(matrix, following)
-                        self._stream.write(matrix.part, update, momentum)
+                        made = self._update(matrix, following)
+                        if name in beside:
+                            self._stream.write_beside(matrix.part, made.momentum)
+                            self._stream.set_update(matrix.part, made.update)
+                        else:
+                            self._stream.write(matrix.part, made.update, made.momentum)
         finally:
             self._stream.drop()
         for name in dict.fromkeys(matrix.part.group for matrix in matrices):
@@ -119,19 +149,23 @@ class MuonUpdates(NothingAhead):
         self._runtime.staging.wait_writes()
         if values is not None and applied:
             values.finish()
+        if values is not None and beside:
+            values.take_over_momentum(beside)
+        for matrix, norm in self._early.values():
+            self._upstream.note_norm(matrix.param, norm)
         self._note_applied(one for one in matrices if one.part.group in applied)
 
     def _matrices(self) -> Iterator[_Matrix]:
         """Yield the matrices of all sub-groups in order."""
-        upstream = self._upstream
-        for number, params in enumerate(upstream.params):
-            for param in params if uses_muon(params) else ():
-                _, offset, _ = upstream.position_of(param)
-                group, numel = upstream.masters[number].ds_id, param.partition_numel()
-                part = MatrixPart(group=group, offset=offset, numel=numel)
-                yield _Matrix(number, param, part)
+        for params in self._upstream.params:
+            yield from map(self._matrix_of, params if uses_muon(params) else ())
 
-    def _agree(self, matrices: list[_Matrix]) -> dict[str, int]:
+    def _matrix_of(self, param: Any) -> _Matrix:
+        number, offset, _ = self._upstream.position_of(param)
+        group, numel = self._upstream.masters[number].ds_id, param.partition_numel()
+        return _Matrix(number, param, MatrixPart(group=group, offset=offset, numel=numel))
+
+    def _agree(self, matrices: list[_Matrix], *, may_apply: bool) -> dict[str, int]:
         """Return the sub-groups whose updates are applied, with their numbers, on every rank.
 
         Before, all ranks make the last updates again that serve as gradients once more.
@@ -139,7 +173,7 @@ class MuonUpdates(NothingAhead):
         numbers = {one.part.group: one.number for one in matrices}
         if not self._applying.is_wanted and not self._is_applied:
             return {}
-        chosen = self._applying.choose(numbers)
+        chosen = self._applying.choose(numbers) if may_apply else set()
         refused = [name not in chosen for name in numbers]
         stale = [self._stream.is_replaced(one.part) for one in matrices]
         self._keeps_all, *flags = self._any_rank([self._keeps_all, *refused, *stale])
@@ -166,6 +200,8 @@ class MuonUpdates(NothingAhead):
     def _make_again(self, matrix: _Matrix) -> None:
         """Make the last update of a matrix again, and store it: it serves as a gradient."""
         _, param, part = matrix
+        if part in self._lost:
+            raise GradientGoneError(f"the last update of {self._upstream.name_of(param)} is lost")
         read = self._upstream.gather_matrix(param, *self._stream.read_again(part))
         update, _ = self._own(matrix, *_call(*read, self._options[part]))
         self._stream.set_update(part, update)
@@ -184,50 +220,55 @@ class MuonUpdates(NothingAhead):
             yield matrix.part.offset, self._update_beside(matrix, following)
 
     def _update_beside(self, matrix: _Matrix, following: _Matrix | None) -> torch.Tensor:
-        update, momentum = self._update(matrix, following)
-        self._stream.write_beside(matrix.part, momentum)
+        made = self._update(matrix, following)
+        self._stream.write_beside(matrix.part, made.momentum)
         if self._keeps(matrix.part):
-            self._stream.set_update(matrix.part, update)
-        return update
+            self._stream.set_update(matrix.part, made.update)
+        return made.update
 
     def _keeps(self, part: MatrixPart) -> bool:
         return self._keeps_all or part in self._kept
 
     def _note_applied(self, matrices: Iterable[_Matrix]) -> None:
         for _, param, part in matrices:
+            self._lost.discard(part)
             has_elements = self._upstream.part_begin(param, part.numel) < param.ds_numel
             if has_elements and not self._keeps(part):
                 self._stream.note_applied(part)
 
-    def _update(
-        self, matrix: _Matrix, following: _Matrix | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's parts of a matrix's update and momentum, and note the norm."""
-        number, param, part = matrix
-        upstream, scale = self._upstream, self._upstream.loss_scale
-        gradient, momentum = upstream.gather_matrix(param, *self._stream.read(part))
+    def _update(self, matrix: _Matrix, following: _Matrix | None) -> _Made:
+        """Update a matrix, whose values are on the drive, and note the norm."""
+        upstream = self._upstream
+        read = upstream.gather_matrix(matrix.param, *self._stream.read(matrix.part))
         if following is not None:
             self._stream.expect(following.part)
+        try:
+            made = self._make(matrix, *read, upstream.loss_scale)
+        except torch.OutOfMemoryError:  # the next matrix may have had the memory
+            self._stream.give_up()
+            raise
+        self._stream.prefetch()  # while the device computes
+        upstream.note_norm(matrix.param, made.norm)
+        return made
+
+    def _make(
+        self, matrix: _Matrix, gradient: torch.Tensor, momentum: torch.Tensor, scale: float
+    ) -> _Made:
+        """Update a whole matrix, whose gradient has a loss scale; both tensors are overwritten."""
+        number, param, part = matrix
         if scale != 1.0:
             gradient.div_(scale)
-        group = upstream.hyperparameters(number)
+        group = self._upstream.hyperparameters(number)
         self._options[part] = {
             "beta": group["momentum"],
             "ns_method": group.get("ns_method", "gram"),
             "is_expert_group": getattr(param, "is_expert_group", False),
             "num_heads": getattr(param, "muon_num_heads", None),
         }
-        try:
-            made = _call(gradient, momentum, self._options[part])
-        except torch.OutOfMemoryError:  # the next matrix may have had the memory
-            self._stream.give_up()
-            raise
-        self._stream.prefetch()  # while the device computes
-        own_update, own_momentum = self._own(matrix, *made)
+        update, own_momentum = self._own(matrix, *_call(gradient, momentum, self._options[part]))
         if scale != 1.0:  # the step divides it by the scale, as a gradient
-            own_update = own_update * scale
-        upstream.note_norm(param, own_update.to(norm_dtype()).norm(2))
-        return own_update, own_momentum
+            update = update * scale
+        return _Made(update, own_momentum, update.to(norm_dtype()).norm(2))
 
     def _own(self, matrix: _Matrix, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's part of each, with zeros behind the end of the matrix."""
@@ -235,6 +276,107 @@ class MuonUpdates(NothingAhead):
         begin = min(self._upstream.part_begin(param, part.numel), param.ds_numel)
         own_numel = min(part.numel, param.ds_numel - begin)
         return tuple(padded(one.view(-1).narrow(0, begin, own_numel), part.numel) for one in whole)
+
+    # -- during backward, with one rank ----------------------------------------------------------
+
+    def may_be_early(self, number: int) -> bool:
+        """Return whether a sub-group may be stepped during backward, as far as matrices tell."""
+        if not uses_muon(self._upstream.params[number]):
+            return True
+        name = self._upstream.masters[number].ds_id
+        is_possible = self._has_room and not self._is_cast
+        return is_possible and self._applying.may_lie_beside(name, number)
+
+    def reserve(self, steps: Iterable[EarlyStep]) -> None:
+        """Reserve second values of those sub-groups of these steps that have matrices.
+
+        Raises:
+            StoreFullError: The drive has no room for them.
+        """
+        values, groups = self._applying.values, self._runtime.optimizer.groups
+        for step in steps:
+            if values is not None and groups.group(step.name).steps_updates:
+                values.reserve(step.name, step.members)
+
+    def note_failure(self) -> None:
+        """Note that second values could not be written, and may be unreadable."""
+        if self._applying.values is not None:
+            self._applying.values.note_failure()
+        parts = (matrix.part for matrix in self._matrices())
+        self._lost |= {part for part in parts if self._stream.is_replaced(part)}
+
+    @torch.no_grad()
+    def make_early(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the update that takes the place of a final gradient; None: none can be made.
+
+        Momentum of after it lies beside the other. Called in the hook that brings the gradient, or
+        without the lock by the thread that stores gradients.
+
+        Args:
+            param: A parameter that is a matrix.
+            gradient: 1-D, whole, on its device; not changed.
+
+        Raises:
+            StoreError: Momentum could not be read.
+        """
+        matrix = self._matrix_of(param)
+        if not self._has_room:
+            return None
+        try:
+            own = (
+                padded(gradient.clone(), matrix.part.numel),
+                self._stream.read_momentum(matrix.part),
+            )
+            read = self._upstream.gather_matrix(param, *own)
+            with torch.autocast(gradient.device.type, enabled=False):  # of a script's backward
+                made = self._make(matrix, *read, self._upstream.loss_scale)
+        except torch.OutOfMemoryError:
+            self._has_room = False
+            log.warning(
+                "memascend: the device has no memory for updates of Muon during backward. From now "
+                "on they are made after it. fix: fewer tokens in a micro-batch"
+            )
+            return None
+        self._stream.write_beside(matrix.part, made.momentum)
+        self._early[matrix.part] = matrix, made.norm
+        return made.update.narrow(0, 0, gradient.numel())
+
+    def _is_autocast(self) -> bool:
+        """Return whether the caller computes updates in other dtypes than without autocast."""
+        return torch.is_autocast_enabled(torch.device(self._runtime.device.name).type)
+
+    def begin(self, step: Step, early: Begins, reason: str) -> None:
+        """Take the results of backward, before any momentum moves on.
+
+        Args:
+            step: The step that begins.
+            early: First elements of the tiles that were stepped during backward.
+            reason: Why such tiles were discarded; empty if they were not.
+
+        Raises:
+            GradientGoneError: A gradient that is needed was used up. Nothing has changed.
+            StoreError: A write of new momentum failed. Nothing has changed.
+            TornStepError: The last step ended half-way.
+        """
+        if early and why_not_plain_step(self._upstream.base):
+            early, reason = {}, "the optimizer has to make this step by itself"
+        if self._early and self._is_autocast():
+            early, reason = {}, reason or "it is made under torch.autocast"
+        if reason:
+            self._early.clear()
+        check_gradients(self._upstream, self._runtime, early, reason)
+        for _, param, part in self._matrices():
+            if part not in self._early and self._stream.sees_update(part):
+                name = self._upstream.name_of(param)
+                missing = f"the parameter {name} got no gradient this time"
+                raise GradientGoneError(f"cannot make this step: {reason or missing}")
+        try:
+            self._runtime.staging.wait_writes()
+        except BaseException:
+            self.note_failure()
+            raise
+        self._early_begins, self._early_factor = early, step.factor
+        step.note_updates()
 
     # -- ahead of the walk -----------------------------------------------------------------------
 
@@ -257,10 +399,17 @@ class MuonUpdates(NothingAhead):
     def take_results(self, step: Step) -> tuple[Begins, str]:
         """Return the tiles that have new weights beside the old ones."""
         values = self._applying.values
-        return ({} if values is None else values.take()), ""
+        if self._early_begins and as_number(step.factor) != self._early_factor:
+            raise AssertionError(
+                f"tiles were stepped during backward with the factor {self._early_factor}, and the "
+                f"step has {step.factor}. cause: a mistake of memascend. fix: please report it"
+            )
+        return self._early_begins or ({} if values is None else values.take()), ""
 
     def restart(self) -> None:
-        """Drop new weights of a step that is over."""
+        """Drop new values of a step that is over."""
+        self._early.clear()
+        self._early_begins = {}
         if self._applying.values is not None:
             self._applying.values.drop()
 

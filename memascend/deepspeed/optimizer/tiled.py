@@ -26,11 +26,10 @@ from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.ahead import (
     AfterBackward,
     AheadOfStep,
-    DuringBackward,
     NothingAhead,
     check_gradients,
-    is_never_early,
 )
+from memascend.deepspeed.optimizer.ahead_choice import work_ahead
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
 from memascend.deepspeed.optimizer.fused_muon import FusedMuon, fused_steps
 from memascend.deepspeed.optimizer.locked import locked, with_lock
@@ -41,7 +40,6 @@ from memascend.deepspeed.optimizer.tile_shape import tile_shape
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
 from memascend.deepspeed.optimizer.walk_order import forward_order, points_of
-from memascend.deepspeed.optimizer.worth import Worth
 from memascend.deepspeed.plan.optimizers import initial_state
 from memascend.plan.optimizer_dtypes import fewer_bits, inexactness
 from memascend.plan.optimizers import MOMENTUM
@@ -142,7 +140,15 @@ class TiledSteps:
         )
         if fewer and dist.get_rank() == 0:
             log.warning("memascend: %s", inexactness(runtime.config))
-        self._ahead = self._work_ahead()
+        self._ahead = work_ahead(
+            upstream,
+            runtime,
+            self._fused,
+            streams_gradients=self._streams_gradients,
+            overlaps=self._may_overlap,
+            turn_off=self._turn_off,
+            after_backward=self._after_backward(),
+        )
         self._masters = MasterWeights(
             upstream,
             stream.groups,
@@ -153,27 +159,12 @@ class TiledSteps:
             groups=stream.groups, gradient_stream=runtime.gradients, lock=runtime.lock
         )
 
-    def _work_ahead(self) -> AheadOfStep:
-        """Return early steps if they are configured and this optimizer allows them."""
-        choice = self.runtime.config.streaming.optimizer.during_backward
-        is_streamed = self._streams_gradients
-        if not choice or is_never_early(
-            self._upstream, self.runtime, self._fused, streams_gradients=is_streamed
-        ):
-            return self._muon or AfterBackward(self._stream)
-        assert isinstance(self._fused, FusedAdam)
-        return DuringBackward(
-            upstream=self._upstream,
-            runtime=self.runtime,
-            fused=self._fused,
-            overlaps=self._may_overlap,
-            turn_off=self._turn_off,
-            worth=None if choice is True else Worth(),
-        )
+    def _after_backward(self) -> NothingAhead:
+        return self._muon or AfterBackward(self._stream)
 
     def _turn_off(self) -> None:
         """Step no tile during backward from now on."""
-        self._ahead = AfterBackward(self._stream)
+        self._ahead = self._after_backward()
 
     def create_masters(self, original: Original) -> None:
         """Make master weights as DeepSpeed, sub-group by sub-group, without its buffers."""
@@ -244,9 +235,13 @@ class TiledSteps:
     def update_matrices(self, original: Original) -> None:
         """Replace the gradients of Muon's matrices by their updates, before the norm."""
         if self._muon is not None:
+            step = self._coming()
+            step.factor = 1.0 / self._upstream.coming_loss_scale()  # if nothing is clipped
+            early, reason = self._ahead.take_results(step)  # before states are as they will be
             for number in range(len(self._upstream.params)):
                 self._make_state(number)
-            self._coming().note_updates()
+            self._muon.begin(step, early, reason)
+            self.early_tile_count += sum(map(len, early.values()))
             self._muon.update_all()
 
     def prepare(self, number: int, original: Original) -> None:
@@ -257,7 +252,8 @@ class TiledSteps:
         """Decide how all sub-groups are stepped, given the factor of their gradients."""
         step, numbers = self._coming(), range(len(self._upstream.params))
         step.factor = factor
-        early, reason = self._ahead.take_results(step)  # first: early steps use the tiles
+        ahead = self._muon or self._ahead  # early steps of both were taken before updates
+        early, reason = ahead.take_results(step)  # first: early steps use the tiles
         # If writing a gradient failed, raise before any weight changes.
         self.runtime.staging.wait_writes()
         # The walk reads ahead across sub-groups, so all states must exist before it.
@@ -270,7 +266,8 @@ class TiledSteps:
         check_gradients(self._upstream, self.runtime, early, reason)
         self.masters.make_whole(step.updates, early)
         self._ahead.note_decided(step, reason)
-        self.early_tile_count += sum(map(len, early.values()))
+        if self._muon is None:  # else updates may have been applied, and early tiles are counted
+            self.early_tile_count += sum(map(len, early.values()))
         order = forward_order(self._upstream) if step.in_background else numbers
         names = self._upstream.names
         step.decide([names[number] for number in order], early)
@@ -418,6 +415,10 @@ class TiledSteps:
             self._restart()  # this backward pass replaces the previous one
             step = self.current
         return self._ahead.bypass_of(step, name, offset)
+
+    def update_early(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the update that takes the place of a final gradient of a matrix; None: none."""
+        return None if self._muon is None else self._muon.make_early(param, gradient)
 
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient is final; step tiles that are complete, or read tiles ahead."""

@@ -150,6 +150,10 @@ class WholeSteps:
     def note_final(self, name: str, offset: int) -> None:
         """Do nothing: nothing is done ahead."""
 
+    def update_early(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return None: updates are made of whole sub-groups."""
+        return None
+
     def drop_ahead(self, reason: str) -> None:
         """Do nothing, likewise."""
 

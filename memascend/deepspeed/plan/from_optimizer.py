@@ -124,6 +124,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     base = optimizer.base
     kind, elementwise = type(base), is_elementwise(base)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
+    is_clipped_muon = is_muon(kind.__name__) and optimizer.norm_max > 0
     is_fused = is_cpu_adam or (elementwise and is_muon(kind.__name__))
     request = PlanRequest.from_deepspeed(
         settings, block=config, world=dist.get_world_size(), local_world=local_world_size()
@@ -143,7 +144,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         is_elementwise=elementwise,
         state_count=state_count(base),
         sub_group_numels=tuple(optimizer.numels),
-        during_backward=request.during_backward and is_cpu_adam,
+        during_backward=request.during_backward and is_fused and not is_clipped_muon,
         tries_during_backward=request.tries_during_backward and is_cpu_adam,
         guesses=optimizer.norm_max > 0,
         applies_updates=request.applies_updates and not optimizer.norm_max,

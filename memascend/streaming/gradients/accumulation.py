@@ -35,12 +35,16 @@ _WIDENED_NUMEL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StoredGradient:
-    """A value on the drive: `numel` elements of `dtype` in one of a shard's places."""
+    """A value on the drive: `numel` elements of `dtype` in one of a shard's places.
+
+    `is_update`: it is the update that a gradient has become, which is stored nowhere.
+    """
 
     key: str
     place: int
     numel: int
     dtype: torch.dtype
+    is_update: bool = False
 
 
 @dataclass(slots=True)
@@ -170,6 +174,13 @@ class GradientShard:
     def is_empty(self) -> bool:
         """Whether the shard never got a gradient."""
         return self.latest is None and self.window is None
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether nothing can be added to `latest`: it is an update, or tiles were given parts."""
+        latest = self.latest
+        has_gone = bool(self.bypassed) and latest is self.seen
+        return latest is not None and (latest.is_update or has_gone)
 
     def key(self, place: int) -> str:
         """Return the store's name for one of the shard's places."""

@@ -23,12 +23,14 @@ class DriveBypass:
         find: `find(begin, count)` returns the tile's buffer for elements [begin, begin+count) of
             the sub-group, which lie in one tile; None: write them to the drive.
         is_kept: Whether all of the gradient goes to the drive, too.
+        is_of_update: Whether an update takes the gradient's place, which is stored nowhere.
     """
 
     offset: int
     tile_numel: int
     find: Callable[[int, int], torch.Tensor | None]
     is_kept: bool = False
+    is_of_update: bool = False
 
     def chunks(self, numel: int, numel_max: int) -> Iterator[tuple[int, int]]:
         """Cut the gradient into (begin, count) runs; each lies in one tile and fits a slot."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
@@ -117,7 +118,7 @@ class GradientStream:
         """
         shard = self._shard(group, offset)
         window = shard.window if accumulate else None
-        if accumulate and window is None and shard.bypassed and shard.latest is shard.seen:
+        if accumulate and window is None and shard.is_used_up:
             raise GradientGoneError("cannot add another backward pass to the one before")
         if window is None:
             numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
@@ -255,7 +256,7 @@ class GradientStream:
             raise GradientGoneError.of_update()
         target.zero_()
         for part in self._seen_in(group, begin, target.numel()):
-            if part.shard.bypassed:
+            if part.shard.bypassed or part.value.is_update:
                 raise GradientGoneError("cannot read a gradient")
             values = target.narrow(0, part.begin, part.count)
             self._read(part, values)
@@ -347,6 +348,7 @@ class GradientStream:
         """Store a gradient as a shard's latest value; nothing is added to it."""
         with self._slots.turn(0):
             target = self._target(shard, window, final=final, anew=True)
+        target = replace(target, is_update=bypass is not None and bypass.is_of_update)
         bypassed = []
         total: torch.Tensor | None = None
         for begin, count in window.chunks(self._slots, bypass):
@@ -487,7 +489,7 @@ class GradientStream:
                 for factor in shard.factors:
                     product.mul_(factor)
             self._slots.submit(key, product, begin * dtype.itemsize)
-        self._see(shard, StoredGradient(key, SET_PLACE, seen.numel, dtype))
+        self._see(shard, StoredGradient(key, SET_PLACE, seen.numel, dtype, seen.is_update))
 
     def _read(self, part: SeenPart, target: torch.Tensor) -> None:
         """Read a part chunk by chunk, converting to the target's dtype."""

@@ -3,8 +3,9 @@
 Weights change before it is known whether there is a step. So their new values lie beside the old
 ones, as those of steps during backward, until the walk takes them over. Momentum moves on in any
 case; the one of before stays under the second key, so that the last update can be made again for a
-matrix that gets no gradient before the next step. Knows torch and the streams; neither which update
-it is nor how ranks exchange their parts. One thread at a time may call.
+matrix that gets no gradient before the next step. Tiles that are stepped during backward have their
+second values here, too. Knows torch and the streams; neither which update it is nor how ranks
+exchange their parts. One thread at a time may call.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class AppliedUpdates:
         self._stream, self._store, self._state = stream, store, state
         self._keys: set[str] = set()  # that have a second key
         self._begins: dict[str, frozenset[int]] = {}
-        self._is_broken = False  # an error may have made second keys unreadable
+        self._reserved: set[str] = set()  # sub-groups that have them
+        self._broken: set[str] = set()  # those whose second keys an error may have made unreadable
 
     def is_on_drive(self, name: str, members: Sequence[Member]) -> bool:
         """Return whether all values of a sub-group are on the drive, none in memory."""
@@ -57,7 +59,8 @@ class AppliedUpdates:
         Raises:
             StoreFullError: The drive has none; nothing is reserved for this sub-group any more.
         """
-        reserve = partial(make_anew, self._store) if self._is_broken else self._store.reserve
+        is_broken = name in self._broken
+        reserve = partial(make_anew, self._store) if is_broken else self._store.reserve
         keys = [key for key in self._keys_of(name, members) if key is not None]
         try:
             for key in keys:
@@ -67,7 +70,13 @@ class AppliedUpdates:
             raise
         is_new = not self._keys.issuperset(keys)
         self._keys |= set(keys)
+        self._reserved.add(name)
+        self._broken.discard(name)
         return is_new
+
+    def note_failure(self) -> None:
+        """Note that a write failed: all second keys may be unreadable, until `reserve`."""
+        self._broken |= self._reserved
 
     def start(self, names: Iterable[str]) -> None:
         """Start reading the tiles of these sub-groups, which `apply` then steps in this order.
@@ -77,7 +86,7 @@ class AppliedUpdates:
         """
         self._stream.drain()
         self.drop()
-        self._is_broken = True  # until `finish`
+        self.note_failure()  # until `finish`
         for name in names:
             for begin in self._stream.groups.begins(name):
                 self._stream.queue_early(name, begin)
@@ -103,10 +112,14 @@ class AppliedUpdates:
             StoreError: The drive failed.
         """
         self._stream.drain()
-        for name in self._begins:
+        self.take_over_momentum(self._begins)
+        self._broken.clear()
+
+    def take_over_momentum(self, names: Iterable[str]) -> None:
+        """Let the momentum of these sub-groups take over its second values, all of them written."""
+        for name in names:
             key = self._stream.groups.group(name).key(self._state)
             self._store.take_over(key=key, other=early_key(key))
-        self._is_broken = False
 
     def take(self) -> Begins:
         """Return the first elements of tiles that have second values, for the walk."""
@@ -120,7 +133,8 @@ class AppliedUpdates:
         """Free the drive space of all second values."""
         self.drop()
         self._discard(self._keys)
-        self._keys.clear()
+        for names in (self._keys, self._reserved, self._broken):
+            names.clear()
 
     def _discard(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -6,6 +6,9 @@ the matrix. On a device with streams the next matrix is read while one is comput
 its own, within the room of gradients that wait on the device: none waits in a step. Knows torch,
 the sub-groups and the gradient stream; neither which update it is nor how ranks exchange their
 parts. One thread at a time may call.
+
+The thread that stores gradients reads and writes momentum as soon as a gradient is final, without
+the lock: it takes it for each piece.
 """
 
 from __future__ import annotations
@@ -165,6 +168,24 @@ class MatrixStream:
         self._fill(again, is_last=True)
         return self._gradient_of(again), again.momentum.to(self._dtype)
 
+    def read_momentum(self, part: MatrixPart) -> torch.Tensor:
+        """Return the momentum, 1-D, as a new tensor on the device; locks for each piece.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        momentum = self._empty(part.numel, self._groups.group(part.group).read_dtypes[self._state])
+        for begin, count in self._slots.chunks(part.numel, momentum.itemsize):
+            with self._slots.turn(count * momentum.itemsize):
+                piece = momentum.narrow(0, begin, count)
+                self._groups.get(part.group, part.offset + begin, piece, state=self._state)
+        return momentum.to(self._dtype)
+
+    def sees_update(self, part: MatrixPart) -> bool:
+        """Return whether an update, made during backward, has taken the gradient's place."""
+        shard = self._shard(part)
+        return shard is not None and shard.seen is not None and shard.seen.is_update
+
     def is_replaced(self, part: MatrixPart) -> bool:
         """Return whether the gradient is an update that was applied, and has to be made again."""
         shard = self._shard(part)
@@ -177,13 +198,12 @@ class MatrixStream:
         self._coming = None
 
     def _shard(self, part: MatrixPart) -> GradientShard | None:
-        shard = self._gradient_stream.find(part.group, part.offset)
-        if shard is not None and shard.bypassed:
-            raise AssertionError(f"tiles of {part.group} were given gradients of a matrix")
-        return shard
+        return self._gradient_stream.find(part.group, part.offset)
 
     def _take_memory(self, part: MatrixPart) -> _Coming:
         shard, gradient = self._shard(part), None
+        if shard is not None and shard.bypassed:
+            raise AssertionError(f"tiles of {part.group} were given gradients of a matrix")
         if shard is not None and shard.seen is not None:
             gradient = self._empty(shard.seen.numel, shard.seen.dtype)
         stored = self._groups.group(part.group).read_dtypes[self._state]
@@ -244,7 +264,10 @@ class MatrixStream:
         self._gradient_stream.set(part.group, part.offset, update)
 
     def write_beside(self, part: MatrixPart, momentum: torch.Tensor) -> None:
-        """Store momentum of a matrix beside that before the update, which may be made again."""
+        """Store momentum of a matrix beside that before the update, which may be made again.
+
+        Locks for each piece.
+        """
         key = self._groups.group(part.group).key(self._state)
         self._write_momentum(part, momentum, early_key(key))
 
@@ -260,12 +283,14 @@ class MatrixStream:
 
     def _write_momentum(self, part: MatrixPart, momentum: torch.Tensor, key: str) -> None:
         stored = self._groups.group(part.group).states[self._state]
-        self._slots.write(
-            key=key,
-            source=momentum,
-            offset_bytes=part.offset * stored.itemsize,
-            dtype=stored,
-        )
+        for begin, count in self._slots.chunks(momentum.numel(), stored.itemsize):
+            with self._slots.turn(count * stored.itemsize):
+                self._slots.write(
+                    key=key,
+                    source=momentum.narrow(0, begin, count),
+                    offset_bytes=(part.offset + begin) * stored.itemsize,
+                    dtype=stored,
+                )
 
     def finish(self, group: str) -> None:
         """Note that all matrices of a sub-group were written: its momentum is no fill any more."""

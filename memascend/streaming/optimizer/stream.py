@@ -231,9 +231,16 @@ class OptimizerStream:
             self._point_states(tile, group, values)
             lease = acquire_gradient(tile.owner, tile.begin)
             gradient = lease.view(tile.numel, tile.raw.dtype)
-            self._step_fused(tile, group, step.fused, values, gradient, step.factor)
+            if group.steps_updates:
+                update = self.tiles.gradient(tile).copy_(gradient).mul_(step.factor)
+                self._step_by_update(
+                    tile, group, partial(step_by_update, step.fused, values), update
+                )
+            else:
+                self._step_fused(tile, group, step.fused, values, gradient, step.factor)
             lease.release()
-            self._write_back(tile, group, step.members, is_cast=True, early=True)
+            is_cast = group.is_split or not group.steps_updates
+            self._write_back(tile, group, step.members, is_cast=is_cast, early=True)
             return tile.owner, tile.begin
 
     def step_next(

@@ -11,6 +11,7 @@ import pytest
 
 from memascend.base.streams import PARAMETERS
 from memascend.deepspeed.optimizer.ahead import AfterBackward
+from memascend.deepspeed.optimizer.ahead_choice import work_ahead
 from memascend.deepspeed.optimizer.guess import WITHIN_COUNT
 from memascend.deepspeed.optimizer.worth import ROW_COUNT, WARM_COUNT, Worth
 from memascend.errors import StoreFullError
@@ -59,7 +60,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, early_s: float = 1.0) -> None:
         self.now_s, self.early_s, self.worths = 0.0, early_s, list[Worth]()
-        monkeypatch.setattr("memascend.deepspeed.optimizer.tiled.Worth", self._make)
+        monkeypatch.setattr("memascend.deepspeed.optimizer.ahead_choice.Worth", self._make)
 
     def _make(self) -> Worth:
         self.worths.append(Worth(lambda: self.now_s))
@@ -269,5 +270,14 @@ def test_without_memory_for_waiting_gradients_steps_stay_after_backward(
     optimizer = make(early="auto")
     optimizer.runtime.plan = SimpleNamespace(spare_count=0)
     with caplog.at_level(logging.INFO, "memascend"):
-        assert isinstance(optimizer.steps._work_ahead(), AfterBackward)
+        chosen = work_ahead(
+            optimizer.upstream,
+            optimizer.runtime,
+            optimizer.steps._fused,
+            streams_gradients=True,
+            overlaps=bool,
+            turn_off=int,
+            after_backward=AfterBackward(optimizer.stream),
+        )
+    assert isinstance(chosen, AfterBackward)
     assert "host_memory_limit" in caplog.text

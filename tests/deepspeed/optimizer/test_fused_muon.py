@@ -143,3 +143,44 @@ def test_running_powers_are_those_of_adam() -> None:
 def test_master_weights_of_24_bits_are_refused() -> None:
     with pytest.raises(ConfigError, match="Leave master_dtype out"):
         fused(muon(), fewer='master_dtype="bf16+8"')
+
+
+def test_early_steps_are_those_of_each_kind_and_change_nothing() -> None:
+    optimizer = muon()
+    steps = fused(optimizer)
+    assert steps.is_fused
+    given = inputs(optimizer)
+    assert [steps.why_not(*one) for one in given] == ["", ""]
+    matrix, other = steps.early([(group, 1) for group, _, _ in given])
+    (again, same) = steps.updates(given)
+    weights = [torch.ones(8) for _ in range(2)]
+    for step, weight in zip((matrix, again), weights, strict=True):
+        step(
+            begin=0,
+            gradient=torch.ones(8),
+            factor=1.0,
+            weight=weight,
+            values={},
+            scales=None,
+            output=None,
+        )
+    assert torch.equal(*weights)
+    assert other.keywords == {}
+    assert other.func.__self__ is same.func.__self__
+
+
+def test_early_steps_need_plain_hyperparameters_and_a_fused_adam() -> None:
+    optimizer = muon()
+    steps = fused(optimizer)
+    (group, values, states), other = inputs(optimizer)
+    rate = group | {"lr": torch.tensor(0.1)}
+    assert "lr or weight_decay is no number" in steps.why_not(rate, values, states)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    for one in ((group, values, states), other):
+        assert "hooks" in steps.why_not(*one)
+    assert fused(muon(with_adam=False)).is_fused
+    alone = FusedMuon(optimizer, OwnSteps())
+    assert not alone.is_fused
+    assert alone.why_not(*other) == "it steps by itself"
+    with pytest.raises(AssertionError, match="no update for early steps"):
+        alone.early([(other[0], 1)])

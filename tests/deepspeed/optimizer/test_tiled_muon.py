@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.deepspeed.optimizer.ahead import NothingAhead
 from memascend.errors import StoreError, TornStepError
 from memascend.plan.optimizers import MOMENTUM
 from memascend.streaming.optimizer.step import StepPhase
@@ -30,6 +31,12 @@ class Updates:
 
     def stream_momentum(self, name: str) -> Iterator[str]:
         return iter([name])
+
+    def begin(self, step: Any, early: Any, reason: str) -> None:
+        step.note_updates()
+
+    def take_results(self, step: Any) -> tuple[dict[str, frozenset[int]], str]:
+        return {}, ""
 
     def update_all(self) -> None:
         self.count += 1
@@ -79,6 +86,22 @@ def test_updates_are_made_once_and_momentum_is_in_no_tile(optimizer: Tiled) -> N
     optimizer.steps.finish()
     optimizer.steps.current.check()
     step(optimizer)
+
+
+def test_results_of_backward_are_compared_before_the_first_step_makes_states(
+    optimizer: Tiled,
+) -> None:
+    """Else a count of steps that begins would be a change between backward and step()."""
+    found = []
+
+    class Ahead(NothingAhead):
+        def take_results(self, step: Any) -> tuple[dict[str, frozenset[int]], str]:
+            found.append(dict(optimizer.groups.group(NAMES[0]).states))
+            return {}, ""
+
+    optimizer.steps._ahead = Ahead()
+    step(optimizer)
+    assert found == [{}]
 
 
 def test_a_step_that_is_skipped_after_the_updates_tears_nothing(optimizer: Tiled) -> None:

@@ -112,6 +112,16 @@ def test_the_plan_counts_the_bytes_of_the_table(name: str) -> None:
         assert sizes == pytest.approx(per_element * model.numel, rel=0.001)
 
 
+def test_the_plan_counts_the_bytes_of_muon_during_backward() -> None:
+    tensors = [TensorShape(f"layers.{one}.up.weight", (1024, 1024)) for one in range(512)]
+    model = ModelShapes("m", tuple(tensors))
+    request = PlanRequest(optimizer="Muon", during_backward=True, reuse_numel=0)
+    plan = derive(model, request=request)
+    found = [sum(plan.read_bytes.values()), sum(plan.written_bytes.values())]
+    read, written = (round(nbytes / model.numel, 1) for nbytes in found)
+    assert f"during backward {read} + {written}" in rows()["Muon (DeepSpeed's)"][2]
+
+
 class Moved:
     """Counts bytes of a training's store, of all but parameters."""
 

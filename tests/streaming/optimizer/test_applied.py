@@ -211,3 +211,16 @@ def test_after_a_failed_write_second_keys_are_made_anew() -> None:
     applied.apply("4_4", update)
     applied.values.finish()
     assert torch.equal(applied.second("4_4"), applied.training.initial["4_4"] - whole("4_4"))
+
+
+def test_momentum_of_steps_during_backward_takes_its_second_values_over() -> None:
+    applied = Applied()
+    key = applied.training.groups.group("4_4").key("momentum")
+    old, new = (torch.full((SIZES["4_4"],), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
+    for name, value in ((key, old), (early_key(key), new)):
+        applied.training.store.write(key=name, source=value).wait()
+    applied.values.take_over_momentum(["4_4"])
+    found = torch.empty_like(old)
+    for name, value in ((key, new), (early_key(key), old)):
+        applied.training.store.read(key=name, target=found).wait()
+        assert torch.equal(found, value), "the one of before stays, for an update made again"

@@ -14,6 +14,7 @@ from memascend.base.interfaces import Device
 from memascend.errors import GradientGoneError, StoreError
 from memascend.memory.guard import Guard
 from memascend.nvme.store import MemoryFaults
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
 from memascend.streaming.optimizer.sub_group_step import early_key
@@ -320,3 +321,36 @@ def test_a_checkpoint_gets_momentum_widened_and_zeros_before_the_first_step() ->
     stream.finish(GROUP)
     found = torch.cat([piece.clone() for piece in stream.stream(GROUP, torch.float32)])
     assert torch.equal(found.view(torch.float32), value.float())
+
+
+def test_momentum_is_read_and_written_beside_without_the_lock_of_the_data_paths() -> None:
+    """By the thread that stores gradients, piece by piece: others use the slots meanwhile."""
+    training, stream = opened()
+    stream.write(PART, values(2), values(3))
+    stream.finish(GROUP)
+    group = training.groups.group(GROUP)
+    key = early_key(group.key("momentum"))
+    training.store.reserve(key=key, nbytes=training.store.nbytes(key=group.key("momentum")))
+    training.slots.guard = guard = Guard(threading.RLock())
+    with pytest.raises(AssertionError, match="without the runtime's lock"):
+        stream.read(PART)
+    assert torch.equal(stream.read_momentum(PART), values(3))
+    stream.write_beside(PART, values(4))
+    assert torch.equal(stream.read_momentum(PART), values(3))
+    with guard.lock:
+        training.slots.wait_writes()
+        beside = torch.empty(NUMEL, dtype=BF16)
+        training.slots.read(key=key, target=beside, offset_bytes=2 * OFFSET)
+    assert torch.equal(beside, values(4))
+
+
+def test_an_update_that_took_a_gradients_place_is_known() -> None:
+    training, stream = opened()
+    assert not stream.sees_update(PART)
+    training.gradient_stream.put(GROUP, OFFSET, values(1))
+    assert not stream.sees_update(PART)
+    to_drive = DriveBypass(OFFSET, 4096, find=lambda begin, count: None, is_of_update=True)
+    training.gradient_stream.put(GROUP, OFFSET, values(2), bypass=to_drive)
+    assert stream.sees_update(PART)
+    training.gradient_stream.put(GROUP, OFFSET, values(3))
+    assert not stream.sees_update(PART)
