@@ -106,3 +106,16 @@ def muon_early_cases() -> list[Case]:
         replace(early, world=2),
         replace(early, during_backward="auto", steps=14),
     ]
+
+
+def is_repeated(case: Case) -> bool:
+    """Return whether a case says of other families what the rest of them says.
+
+    Matrices of "odd" and "gpt2" are cut by two ranks at odd places, those of "llama" by none; early
+    steps have a limit, a boundary and experts in other cases alone or after backward.
+    """
+    if case in muon_family_cases():
+        return (case.family, case.world) not in {("odd", 1), ("odd", 2), ("gpt2", 2), ("llama", 1)}
+    early = case.during_backward is True and not case.clipping
+    stated = case.boundary == "stepped" or case.limit_bytes == LIMIT_LARGE_BYTES
+    return early and (stated or case.family in ("mixtral", "odd"))

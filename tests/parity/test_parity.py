@@ -107,7 +107,9 @@ def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", quick(muon.muon_cases(), 0, 1, 2), ids=case_name)
+@pytest.mark.parametrize(
+    "case", quick(muon.muon_cases(), 0, 1, 2, repeated=muon.is_repeated), ids=case_name
+)
 def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
@@ -124,7 +126,9 @@ def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case:
             assert ledger["live_bytes"] == pytest.approx(ledger["planned_bytes"], rel=0.02)
 
 
-@pytest.mark.parametrize("case", quick(muon.muon_early_cases(), 0, 1, 2), ids=case_name)
+@pytest.mark.parametrize(
+    "case", quick(muon.muon_early_cases(), 0, 1, 2, repeated=muon.is_repeated), ids=case_name
+)
 def test_muon_during_backward_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
