@@ -8,6 +8,7 @@ accumulation.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,10 +16,17 @@ from typing import Any
 import torch
 
 from memascend.slices.cut import CannotCut
-from memascend.slices.losses import LabelsOf, counted_labels, labels_of_next_tokens
+from memascend.slices.losses import (
+    IGNORED_LABEL,
+    LabelsOf,
+    counted_labels,
+    labels_of_next_tokens,
+)
 
 _LOSS = "loss"
 _LIGER = "liger_kernel."
+#: Called by heads of older releases, without the number of tokens.
+_MEAN = "LigerFusedLinearCrossEntropyLoss"
 #: Liger's argument that has the model compute logits.
 _SKIPS_LOGITS = "skip_logits"
 
@@ -38,6 +46,28 @@ def is_fused(forward: Callable[..., Any], given: Mapping[str, Any]) -> bool:
     if is_of_liger(forward):
         return given.get(_SKIPS_LOGITS) is not False
     return bool(given.get("fused_lm_head"))
+
+
+def check_counts(forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Check that the loss is the sum over tokens, divided by the number that a slice is given.
+
+    Args:
+        forward: The model's.
+        given: Its arguments by name.
+
+    Raises:
+        CannotCut: It may be another one.
+    """
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is not None and _MEAN in code.co_names:
+        raise CannotCut(f"this release of Liger takes the mean of each call ({_MEAN})")
+    if given.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
+        raise CannotCut(f"ignore_index is {given['ignore_index']}, and not {IGNORED_LABEL}")
+    if given.get("ce_weight") is not None:
+        raise CannotCut("its tokens have weights (ce_weight)")
+    if given["labels"].dim() != 2:
+        shape = tuple(given["labels"].shape)
+        raise CannotCut(f"it is given labels of shape {shape}, and not of tokens")
 
 
 def unfused(forward: Callable[..., Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
-from memascend.slices.fused import FusedLoss, is_fused, mark_as_gathered, unfused
+from memascend.slices.fused import FusedLoss, check_counts, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
 
@@ -105,6 +105,7 @@ class SlicedHead:
         if is_fused(self._original, given):
             if self._model.get_output_embeddings() is None:  # type: ignore[operator]
                 raise CannotCut("it names no output embeddings")
+            check_counts(self._original, given)
             return FusedLoss(given["labels"], given.get("shift_labels"))
         function: Any = getattr(self._model, "loss_function", None)
         if getattr(function, "__name__", None) not in LOSSES:

@@ -15,7 +15,7 @@ from torch import nn
 
 from memascend.slices.cut import CannotCut
 
-_IGNORED_LABEL = -100
+IGNORED_LABEL = -100
 #: The problem of a classifier whose loss counts labels that are not ignored. The losses of other
 #: problems are means over all outputs, and no argument tells them another number.
 _ONE_OF_CLASSES = "single_label_classification"
@@ -41,12 +41,12 @@ LOSSES = {
 def counted_labels(labels: torch.Tensor, shift_labels: torch.Tensor | None) -> torch.Tensor:
     """Return how many labels of next tokens are not ignored, as a tensor of one number."""
     counted = labels[:, 1:] if shift_labels is None else shift_labels
-    return (counted != _IGNORED_LABEL).sum()
+    return (counted != IGNORED_LABEL).sum()
 
 
 def labels_of_next_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return labels at the positions of the tokens before theirs, as (sequences, tokens)."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 class SlicedLoss:
@@ -82,7 +82,7 @@ class SlicedLoss:
         if self.labels_of is LabelsOf.NEXT_TOKENS:
             self._item_count = counted_labels(labels, shift_labels)
         else:
-            self._item_count = (labels != _IGNORED_LABEL).sum()
+            self._item_count = (labels != IGNORED_LABEL).sum()
         of_sequences = self.labels_of is LabelsOf.SEQUENCES
         self._is_mean = of_sequences and _is_mean_of_outputs(config, labels)
         if self._is_mean and labels.numel() != len(labels) * config.num_labels:
@@ -103,7 +103,7 @@ class SlicedLoss:
         Raises:
             CannotCut: It ignores another label.
         """
-        if keywords.get("ignore_index", _IGNORED_LABEL) != _IGNORED_LABEL:
+        if keywords.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
             raise CannotCut(f"its loss ignores the label {keywords['ignore_index']}")
         if keywords.get("num_items_in_batch") is None:
             keywords["num_items_in_batch"] = self._item_count

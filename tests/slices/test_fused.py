@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memascend.slices.cut import CannotCut
-from memascend.slices.fused import FusedLoss, mark_as_gathered
+from memascend.slices.fused import FusedLoss, check_counts, mark_as_gathered
 from tests.support.sliced_models import (
     LENGTH,
     ROWS,
@@ -222,3 +222,31 @@ def test_values_that_are_not_of_tokens_cannot_be_put_together() -> None:
         FusedLoss(labels, None).take(output, labels)
     with pytest.raises(CannotCut, match="more than a fused one"):
         FusedLoss(labels, None)()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ignore_index": 0}, "ignore_index is 0, and not -100"),
+        ({"ce_weight": torch.ones(4)}, "its tokens have weights"),
+        ({"labels": torch.zeros(8, dtype=torch.long)}, r"labels of shape \(8,\)"),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_counted_tokens_is_left_whole(
+    given: dict[str, Any], words: str
+) -> None:
+    model, inputs = fused("llama")
+    check_counts(model.forward, inputs)
+    with pytest.raises(CannotCut, match=words):
+        check_counts(model.forward, inputs | given)
+
+
+def test_a_head_of_an_older_liger_takes_means_and_is_left_whole() -> None:
+    def LigerFusedLinearCrossEntropyLoss() -> Any: ...
+
+    namespace: dict[str, Any] = {
+        "LigerFusedLinearCrossEntropyLoss": LigerFusedLinearCrossEntropyLoss
+    }
+    exec("def forward(self, labels, **_):\n  LigerFusedLinearCrossEntropyLoss()", namespace)
+    with pytest.raises(CannotCut, match="takes the mean of each call"):
+        check_counts(namespace["forward"], {"labels": torch.zeros(2, 4)})
