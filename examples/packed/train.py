@@ -51,8 +51,6 @@ def main() -> None:
     # Made before the model, so that from_pretrained puts the weights where they belong at once.
     args, training = parser.parse_args_into_dataclasses()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    if tokenizer.pad_token is None:  # Llama has none
-        tokenizer.pad_token = tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="bfloat16")
 
     def pack(documents: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -62,7 +60,8 @@ def main() -> None:
             for token in (*document, tokenizer.eos_token_id)
         ]
         starts = range(0, len(ids) - args.max_length + 1, args.max_length)
-        return {"input_ids": [ids[start : start + args.max_length] for start in starts]}
+        packed = [ids[start : start + args.max_length] for start in starts]
+        return {"input_ids": packed, "labels": packed}
 
     rows = datasets.load_dataset("json", data_files=args.data, split="train")
     rows = rows.map(pack, batched=True, batch_size=1000, remove_columns=rows.column_names)
@@ -72,7 +71,7 @@ def main() -> None:
         model=model,
         args=training,
         train_dataset=rows,
-        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        data_collator=transformers.default_data_collator,
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
