@@ -29,6 +29,7 @@ from memascend.cli.plan_context import (
 from memascend.cli.plan_one_pass import slice_tokens_of
 from memascend.cli.plan_time import least_seconds, ranks_of_node
 from memascend.errors import ConfigError
+from memascend.plan import muon
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
@@ -157,9 +158,13 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
     on_device: dict[str, int] = {}
     sequences, length, activation_bytes = 0, args.context or TABLE_CONTEXT, 0
     with contextlib.suppress(ConfigError):  # no plan of its activations
-        sequences, micro_step = _micro_step(accounts, machine.device_bytes, args)
+        # An update of Muon that is made beside activations.
+        is_early = plan.request.during_backward
+        update_bytes = muon.update_bytes(accounts.shapes, plan.request) if is_early else 0
+        room_bytes = machine.device_bytes and max(0, machine.device_bytes - update_bytes)
+        sequences, micro_step = _micro_step(accounts, room_bytes, args)
         activation_bytes = micro_step.drive_bytes if sequences else 0
-        on_device[GPU] = micro_step.device_bytes
+        on_device[GPU] = micro_step.device_bytes + update_bytes
         have[GPU] = machine.device_bytes
     total = with_activations(plan, activation_bytes, steps)
     needed = {

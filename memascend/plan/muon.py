@@ -136,13 +136,21 @@ def advise_muon(shapes: ModelShapes | None, settings: DeepSpeedSettings) -> str:
     )
 
 
+def update_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Return the device memory of the largest update; 0 if none is made alone."""
+    if not matrices_numel(shapes, request):
+        return 0
+    largest = max(tensor.numel for tensor in matrices_of(shapes))
+    values = UPDATE_VALUES + GATHERED_VALUES * (request.world > 1) + request.during_backward
+    return largest * values * request.gradient_itemsize
+
+
 def note_device(shapes: ModelShapes, request: PlanRequest) -> str:
     """Return a line about the device memory of the largest update; empty if none is made alone."""
     if not matrices_numel(shapes, request):
         return ""
     largest = max(matrices_of(shapes), key=lambda tensor: tensor.numel)
-    values = UPDATE_VALUES + GATHERED_VALUES * (request.world > 1) + request.during_backward
-    nbytes = largest.numel * values * request.gradient_itemsize
+    nbytes = update_bytes(shapes, request)
     when = "during backward" if request.during_backward else "in step()"
     return (
         f"Muon updates one matrix at a time on the device, {when}: the largest, {largest.name} of "

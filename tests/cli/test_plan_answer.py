@@ -246,6 +246,24 @@ def test_slices_and_activations_of_the_block_are_counted(
     assert seconds > answered({}, *beside)["answer"]["step_seconds"]
 
 
+def test_an_update_of_muon_during_backward_has_device_memory_beside_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+    base = {"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": {"type": "Muon"}}
+    batch = ("--context", "4096", "--batch", "8", "--device-memory", "24GiB")
+    needed = {}
+    for choice in (True, False):
+        block = {"streaming": {"optimizer": {"during_backward": choice}}}
+        config = tmp_path / f"{choice}.json"
+        config.write_text(json.dumps(base | {"gradient_clipping": 0, "memascend": block}))
+        found = as_json(capsys, "Qwen3-8B", "--config", str(config), *batch)
+        needed[choice] = found["answer"]["needed"]["GPU memory"]
+    # For a matrix of the MLP; the batch has somewhat less room.
+    assert needed[True] - needed[False] == pytest.approx(18 * 4096 * 12288, rel=0.05)
+
+
 def test_the_folder_is_the_option_else_that_of_the_config_else_here(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,7 +1,8 @@
 """Muon whose steps begin during backward, and one whose steps do not, without a model.
 
-All sub-groups are of matrices, two to each; the optimizer is DeepSpeed's, and so is the arithmetic
-of its steps. Gradients come the way that the hooks of a model take.
+Sub-groups are of matrices, two to each, or one is of parameters that Adam steps; the optimizer is
+DeepSpeed's, and so is the arithmetic of its steps. Gradients come the way that the hooks of a model
+take.
 """
 
 from __future__ import annotations
@@ -37,21 +38,33 @@ def make(
     early: bool | str = True,
     faults: MemoryFaults | None = None,
     block: dict[str, Any] | None = None,
+    has_others: bool = False,
     **changes: Any,
 ) -> Tiled:
-    """Every parameter is on the drive; `changes` are of DeepSpeed's object."""
+    """Every parameter is on the drive; `changes` are of DeepSpeed's object.
+
+    With `has_others` the second sub-group is Adam's.
+    """
+    others = [1] if has_others else []
 
     def make_muon(parameters: Any) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-        group = {"params": parameters, "use_muon": True, "lr": 0.1, "weight_decay": 0.5}
-        return MuonWithAuxAdam([group | {"momentum": 0.5, "ns_method": "standard"}])
+        of_adam = [one for number, one in enumerate(parameters) if number in others]
+        matrices = [one for number, one in enumerate(parameters) if number not in others]
+        group = {"params": matrices, "use_muon": True, "lr": 0.1, "weight_decay": 0.5}
+        groups = [group | {"momentum": 0.5, "ns_method": "standard"}]
+        adam = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5}
+        groups += [{"params": of_adam, "use_muon": False, **adam}] if of_adam else []
+        return MuonWithAuxAdam(groups, adam_optimizer=DeepSpeedCPUAdam, adam_optimizer_kwargs=adam)
 
     stage3 = {
         "use_muon": True,
         "communication_data_type": BF16,
         "norm_for_param_grads": {},
         "get_param_id": lambda param: param.ds_id,
+        "sub_group_to_group_id": {number: int(number in others) for number in range(len(NAMES))},
         "_partitioned_buffers_all_gather": _views,
     }
     section = {"during_backward": early} | (block or {})
@@ -66,9 +79,10 @@ def make(
     places = {}
     for number, params in enumerate(optimizer.stage3.fp16_groups):
         group = optimizer.groups.group(NAMES[number])
-        group.apart = frozenset({MOMENTUM})
+        is_matrix = number not in others
+        group.apart = frozenset({MOMENTUM} if is_matrix else ())
         for param, member in zip(params, optimizer.training.members[NAMES[number]], strict=True):
-            param.use_muon = True
+            param.use_muon = is_matrix
             param.ds_shape = torch.Size((member.numel // _rows(member.numel), _rows(member.numel)))
             param.partition_numel = lambda numel=member.numel: numel
             places[param.ds_id] = (number, member.offset, member.numel)
@@ -137,7 +151,8 @@ def values(optimizer: Any) -> list[torch.Tensor]:
     for name in NAMES:
         end = sum(member.numel for member in optimizer.training.members[name])
         found.append(optimizer.training.parameter(name))
-        found += [optimizer.training.master(name, state)[:end] for state in (None, MOMENTUM)]
+        states = (None, *optimizer.groups.group(name).states)
+        found += [optimizer.training.master(name, state)[:end] for state in states]
     norms = sorted(optimizer.stage3.norm_for_param_grads.items())
     return [*found, *(norm for _, norm in norms)]
 

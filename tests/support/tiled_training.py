@@ -108,7 +108,7 @@ class Training:
                 self.groups.create(name, numel, [Member(0, numel, weights.dtype, tensor=weights)])
         self.parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in SIZES}
         self.optimizer = make(list(self.parameters.values()))
-        (self.group,) = self.optimizer.param_groups
+        self.group, *_ = self.optimizer.param_groups
         self.group["params"] = []
 
     def _write_members(self, name: str) -> None:

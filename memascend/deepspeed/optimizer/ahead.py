@@ -210,7 +210,9 @@ class DuringBackward:
     def _may_begin(self, step: Step) -> bool:
         """Return whether tiles of a step may be stepped early, as far as earlier steps tell."""
         may_begin = not self._is_watched if self._guess is None else self._guess.wants()
-        return may_begin and not step.is_torn
+        # A limit of the norm that a script set behind the start.
+        is_clipped = isinstance(self._fused, FusedMuon) and self._upstream.norm_max > 0
+        return may_begin and not is_clipped and not step.is_torn
 
     def note_look(self) -> None:
         """Note that the script reads a gradient: an early step would have consumed it."""
@@ -234,8 +236,10 @@ class DuringBackward:
             return {}, ""
         changed = _difference(step.basis, self._basis(self._loss_scale))
         reason = step.doubt or (changed and f"{changed} between backward and step()")
-        if self._has_parts and not self._is_within(step):
-            reason = reason or CLIPPED
+        if self._has_parts:
+            why = self._why_not_fused()
+            reason = reason or (why and f"the optimizer has to make this step by itself: {why}")
+            reason = reason or ("" if self._is_within(step) else CLIPPED)
         if reason:
             self._tiles.close()
         else:
@@ -346,14 +350,12 @@ class DuringBackward:
         upstream, fused = self._upstream, self._fused
         if not fused.is_fused:
             return []
-        groups = [upstream.hyperparameters(number) for number in range(len(upstream.masters))]
-        values = [upstream.base.state.get(master, {}) for master in upstream.masters]
-        states = [self._groups.group(name).states for name in upstream.names]
-        if any(map(fused.why_not, groups, values, states)):
+        if self._why_not_fused():
             return []
         # Matrices of Muon count no steps.
         coming = [
-            (group, one.get("step", 0) + 1) for group, one in zip(groups, values, strict=True)
+            (upstream.hyperparameters(number), upstream.base.state.get(one, {}).get("step", 0) + 1)
+            for number, one in enumerate(upstream.masters)
         ]
         chosen = [
             self._early_part(number, update)
@@ -361,6 +363,16 @@ class DuringBackward:
             if self._may_be_early(number)
         ]
         return leave_some(chosen, LEFT_ONE_OF) if self._overlaps() else chosen
+
+    def _why_not_fused(self) -> str:
+        """Return why the optimizer must make the coming step by itself; empty: it need not."""
+        upstream = self._upstream
+        for number, master in enumerate(upstream.masters):
+            values, states = upstream.base.state.get(master, {}), self._groups.group(master.ds_id)
+            why = self._fused.why_not(upstream.hyperparameters(number), values, states.states)
+            if why:
+                return why
+        return ""
 
     def _early_part(self, number: int, update: Any) -> EarlyPart:
         upstream = self._upstream

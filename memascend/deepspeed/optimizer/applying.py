@@ -94,13 +94,17 @@ class Applying:
     def _has_room(self, name: str, number: int) -> bool:
         assert self.values is not None
         reason = ""
+        is_demanded = self._runtime.config.streaming.optimizer.during_backward is True
         try:
-            if self.values.reserve(name, self._upstream.members(number)):
+            is_new = self.values.reserve(name, self._upstream.members(number))
+            if is_new and not is_demanded:  # who demands second values may have a full drive
                 reason = too_little_room(self._runtime)
         except StoreFullError as error:
             reason = f"the drive has no room for new weights beside the old ones. {error}"
         if reason:
-            log.info(
-                "memascend: Muon's updates are written from now on, and read again: %s", reason
+            log.log(
+                logging.WARNING if is_demanded else logging.INFO,
+                "memascend: Muon's updates are written from now on, and read again: %s",
+                reason,
             )
         return not reason

@@ -10,6 +10,7 @@ gradient stream computes while it copies.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from memascend.streaming.gradients.accumulation import GradientShard
 from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.gradients.stream import GradientStream
 
+log = logging.getLogger(__name__)
+
 
 class StepSide(Protocol):
     """The step, as far as gradients concern it."""
@@ -39,7 +42,7 @@ class StepSide(Protocol):
         """Note that a gradient is final: the coming step uses its value."""
 
     def update_early(self, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return what takes the place of a final gradient that tiles wait for; None: nothing."""
+        """Return the update that takes the place of a final gradient; None: none does."""
 
     def drop_ahead(self, reason: str) -> None:
         """Discard work done ahead for the coming step: its inputs are about to change."""
@@ -132,6 +135,7 @@ class StreamedGradients:
             steps: Gets to know gradients that are final.
         """
         self._upstream, self._attach, self._steps = upstream, attach, steps
+        self._lacks_memory = False  # of the device, for the sum of a matrix's gradients
         # Torch function modes, entered until the end of `set_up`.
         self._setting_up = ExitStack()
 
@@ -218,8 +222,10 @@ class StreamedGradients:
                 bypass = self._steps.bypass_of(name, offset, replaces=not arrival.accumulates)
         accumulates = arrival.accumulates
         if bypass is not None and uses_muon([arrival.param]):
-            gradient, squares = self._whole(arrival, squares, gradient)
-            update, accumulates = self._steps.update_early(arrival.param, gradient), False
+            whole, update = self._whole(arrival, squares, gradient), None
+            if whole is not None:
+                (gradient, squares), accumulates = whole, False
+                update = self._steps.update_early(arrival.param, gradient)
             if update is None:
                 bypass = None
             else:
@@ -244,12 +250,25 @@ class StreamedGradients:
 
     def _whole(
         self, arrival: _Arrival, squares: torch.Tensor | None, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a final gradient, or the sum with those before, and its sum of squares."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return a final gradient, or the sum with those before, and its sum of squares.
+
+        None: the device has no memory for a sum.
+        """
         if not arrival.accumulates:
             return gradient, self._stream.squares_of(gradient) if squares is None else squares
         number, offset, _ = arrival.position
-        whole = torch.empty_like(gradient)
+        try:
+            whole = torch.empty_like(gradient)
+        except torch.OutOfMemoryError:
+            if not self._lacks_memory:
+                log.warning(
+                    "memascend: the device has no memory for the sum of a matrix's gradients, of "
+                    "which Muon would make an update during backward: it is made after backward. "
+                    "fix: fewer tokens in a micro-batch"
+                )
+            self._lacks_memory = True
+            return None
         here = DriveBypass(
             offset=offset,
             tile_numel=gradient.numel(),

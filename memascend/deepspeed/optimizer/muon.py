@@ -32,15 +32,19 @@ from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.ahead import AfterBackward, NothingAhead, check_gradients
 from memascend.deepspeed.optimizer.applying import Applying
 from memascend.deepspeed.optimizer.fused_muon import update_of
-from memascend.deepspeed.optimizer.plain_adam import why_not_plain_step
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.errors import GradientGoneError
+from memascend.errors import GradientGoneError, StoreError
 from memascend.plan.optimizers import FIRST_MOMENT, MOMENTUM
 from memascend.runtime import Runtime
 from memascend.streaming.optimizer.applied import Update
 from memascend.streaming.optimizer.matrices import MatrixPart, MatrixStream, padded
 from memascend.streaming.optimizer.step import Begins, Step
-from memascend.streaming.optimizer.sub_group_step import EarlyStep, as_number, step_by_update
+from memascend.streaming.optimizer.sub_group_step import (
+    EarlyStep,
+    as_number,
+    early_key,
+    step_by_update,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +129,8 @@ class MuonUpdates(NothingAhead):
         matrices = [one for one in self._matrices() if one.part not in self._early]
         # Sub-groups whose new momentum lies beside the old one already, in part.
         beside = dict.fromkeys(part.group for part in self._early)
-        applied = self._agree(matrices, may_apply=not beside)
+        # One step has second values of one kind: the walk would take the others for gradients.
+        applied = self._agree(matrices, may_apply=not beside and not self._early_begins)
         values = self._applying.values
         if values is not None and applied:
             values.start(applied)
@@ -200,8 +205,6 @@ class MuonUpdates(NothingAhead):
     def _make_again(self, matrix: _Matrix) -> None:
         """Make the last update of a matrix again, and store it: it serves as a gradient."""
         _, param, part = matrix
-        if part in self._lost:
-            raise GradientGoneError(f"the last update of {self._upstream.name_of(param)} is lost")
         read = self._upstream.gather_matrix(param, *self._stream.read_again(part))
         update, _ = self._own(matrix, *_call(*read, self._options[part]))
         self._stream.set_update(part, update)
@@ -293,6 +296,8 @@ class MuonUpdates(NothingAhead):
         Raises:
             StoreFullError: The drive has no room for them.
         """
+        if self._take_failures():  # of a step that was left out
+            self.note_failure()
         values, groups = self._applying.values, self._runtime.optimizer.groups
         for step in steps:
             if values is not None and groups.group(step.name).steps_updates:
@@ -300,6 +305,7 @@ class MuonUpdates(NothingAhead):
 
     def note_failure(self) -> None:
         """Note that second values could not be written, and may be unreadable."""
+        self._take_failures()
         if self._applying.values is not None:
             self._applying.values.note_failure()
         parts = (matrix.part for matrix in self._matrices())
@@ -330,16 +336,23 @@ class MuonUpdates(NothingAhead):
             read = self._upstream.gather_matrix(param, *own)
             with torch.autocast(gradient.device.type, enabled=False):  # of a script's backward
                 made = self._make(matrix, *read, self._upstream.loss_scale)
+            if self._stream.is_replaced(matrix.part):  # the momentum of before goes
+                self._lost.add(matrix.part)
+            self._stream.write_beside(matrix.part, made.momentum)
         except torch.OutOfMemoryError:
-            self._has_room = False
+            self.give_up_early()
+            return None
+        self._early[matrix.part] = matrix, made.norm
+        return made.update.narrow(0, 0, gradient.numel())
+
+    def give_up_early(self) -> None:
+        """Make no update during backward any more: the device has no memory for it."""
+        if self._has_room:
             log.warning(
                 "memascend: the device has no memory for updates of Muon during backward. From now "
                 "on they are made after it. fix: fewer tokens in a micro-batch"
             )
-            return None
-        self._stream.write_beside(matrix.part, made.momentum)
-        self._early[matrix.part] = matrix, made.norm
-        return made.update.narrow(0, 0, gradient.numel())
+        self._has_room = False
 
     def _is_autocast(self) -> bool:
         """Return whether the caller computes updates in other dtypes than without autocast."""
@@ -358,25 +371,42 @@ class MuonUpdates(NothingAhead):
             StoreError: A write of new momentum failed. Nothing has changed.
             TornStepError: The last step ended half-way.
         """
-        if early and why_not_plain_step(self._upstream.base):
-            early, reason = {}, "the optimizer has to make this step by itself"
         if self._early and self._is_autocast():
             early, reason = {}, reason or "it is made under torch.autocast"
         if reason:
             self._early.clear()
         check_gradients(self._upstream, self._runtime, early, reason)
         for _, param, part in self._matrices():
+            name = self._upstream.name_of(param)
             if part not in self._early and self._stream.sees_update(part):
-                name = self._upstream.name_of(param)
                 missing = f"the parameter {name} got no gradient this time"
                 raise GradientGoneError(f"cannot make this step: {reason or missing}")
+            if part in self._lost and self._stream.is_replaced(part):
+                raise GradientGoneError(f"the last update of {name} is lost")
+        self._check_momentum()
+        self._early_begins, self._early_factor = early, step.factor
+        step.note_updates()
+
+    def _check_momentum(self) -> None:
+        """Raise if new momentum could not be written, also if a caller caught the drive's error."""
         try:
             self._runtime.staging.wait_writes()
+            if self._take_failures():
+                raise StoreError(
+                    "new momentum of Muon could not be written during backward, and no weight has "
+                    "changed. cause: an earlier error of the drive. fix: see that error, then go "
+                    "on with the next backward pass"
+                )
         except BaseException:
             self.note_failure()
             raise
-        self._early_begins, self._early_factor = early, step.factor
-        step.note_updates()
+
+    def _take_failures(self) -> bool:
+        """Return whether a write of second momentum failed since the last call."""
+        groups = self._runtime.optimizer.groups
+        names = dict.fromkeys(matrix.part.group for matrix in self._matrices())
+        keys = [early_key(groups.group(name).key(MOMENTUM)) for name in names]
+        return any([self._runtime.staging.take_failure(key) for key in keys])
 
     # -- ahead of the walk -----------------------------------------------------------------------
 

@@ -86,8 +86,9 @@ class AppliedUpdates:
         """
         self._stream.drain()
         self.drop()
-        self.note_failure()  # until `finish`
-        for name in names:
+        started = list(names)
+        self._broken |= set(started)  # until `finish`
+        for name in started:
             for begin in self._stream.groups.begins(name):
                 self._stream.queue_early(name, begin)
 
@@ -113,7 +114,7 @@ class AppliedUpdates:
         """
         self._stream.drain()
         self.take_over_momentum(self._begins)
-        self._broken.clear()
+        self._broken -= set(self._begins)
 
     def take_over_momentum(self, names: Iterable[str]) -> None:
         """Let the momentum of these sub-groups take over its second values, all of them written."""

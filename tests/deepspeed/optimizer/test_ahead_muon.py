@@ -12,6 +12,8 @@ import torch
 
 from memascend.deepspeed.optimizer.muon import MuonUpdates
 from memascend.errors import GradientGoneError, StoreError, StoreFullError
+from memascend.plan.optimizers import MOMENTUM
+from memascend.streaming.optimizer.sub_group_step import early_key
 from tests.support.early_muon import (
     assert_equal,
     backward,
@@ -120,7 +122,7 @@ def hook(optimizer: Any) -> None:
         (hook, "the optimizer has to make this step by itself"),
     ],
 )
-def test_what_changes_after_backward_is_refused_and_training_goes_on(
+def test_a_change_after_backward_is_refused_and_training_goes_on(
     changes: Callable[[Any], None], words: str
 ) -> None:
     early, late = both(3)
@@ -165,7 +167,7 @@ def test_another_backward_pass_replaces_the_one_before() -> None:
 
 
 def test_an_update_is_never_taken_for_the_gradient_of_a_parameter_that_got_none() -> None:
-    """Of the pass before, which another one replaces in part, and of the step before."""
+    """Neither that of the pass before, which another one replaces in part, nor of a step before."""
     early, late = both(3)
     backward(early, 8)
     backward(early, 3, without=[MATRIX])
@@ -253,6 +255,52 @@ def test_without_device_memory_updates_are_made_after_backward(
         train(optimizer, range(4, 6))
     assert caplog.text.count("no memory for updates of Muon during backward") == 1
     assert early.steps.early_tile_count == EARLY
+    assert_equal(early, late)
+
+
+@pytest.mark.parametrize("cause", ["no memory", "autocast"])
+def test_matrices_take_their_updates_if_adams_steps_alone_begin_during_backward(
+    cause: str,
+) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    early, late = (
+        make(early=one, has_others=True, loss_scaler=LossScaler(1.0)) for one in (True, False)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cause == "autocast"):
+        for optimizer in (early, late):
+            train(optimizer, range(3))
+        if cause == "no memory":
+            assert early.steps.early_tile_count == EARLY
+            early.steps._muon.give_up_early()
+        before = early.steps.early_tile_count
+        for optimizer in (early, late):
+            train(optimizer, range(3, 6))
+    of_adam = -(-early.training.members[NAMES[1]][-1].numel * 2 // 4096)
+    assert 0 < early.steps.early_tile_count - before <= 3 * of_adam
+    assert_equal(early, late)
+
+
+def test_a_limit_of_the_norm_that_a_script_sets_has_steps_after_backward() -> None:
+    early, late = both(3)
+    for optimizer in (early, late):
+        optimizer.stage3.clip_grad = 1e6
+        train(optimizer, range(3, 5))
+    assert early.steps.early_tile_count == EARLY
+    assert_equal(early, late)
+
+
+def test_a_failed_write_of_momentum_that_another_caller_has_caught_stops_the_step() -> None:
+    early, late = both(3)
+    backward(early, 3)
+    key = early_key(early.groups.group(NAMES[0]).key(MOMENTUM))
+    early.runtime.staging._writes._failed.add(key)
+    with pytest.raises(StoreError, match="new momentum of Muon could not be written"):
+        step(early)
+    early.steps.settle()
+    assert_equal(early, late)
+    for optimizer in (early, late):
+        train(optimizer, range(3, 5))
     assert_equal(early, late)
 
 
