@@ -167,6 +167,8 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
             facts["optimizer_class"] = qualified_name(engine.optimizer)
             steps = getattr(engine.optimizer, "steps", None)
             facts["early_tile_count"] = getattr(steps, "early_tile_count", 0)
+            matrices = getattr(steps, "_muon", None)
+            facts["applies_updates"] = matrices is not None and matrices._is_applied
         facts["weights"] = weight_digests(engine.module)
         facts["consolidated"] = consolidated_digests(engine)
         facts["placement"] = placement(engine.module)

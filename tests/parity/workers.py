@@ -65,6 +65,7 @@ Facts = dict[str, Any]
 HOW_FACTS = (
     *("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict", "warnings"),
     *("findings", "waits", "walks", "early_tile_count", "gathered_beside", "host_looks"),
+    "applies_updates",
     "step_losses",  # sums of losses, in another order
 )
 
