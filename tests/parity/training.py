@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch import nn
 from memascend.deepspeed.optimizer import worth
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.upstream import Upstream
+from tests.support.rough_muon import orthogonalized_roughly
 
 from . import accessors, models
 from .cases import Case, deepspeed_json
@@ -87,7 +88,7 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
         watched(late=case.walk == "late") as walks,
         eager("force_eager"),
         _measured_quickly(case),
-        _orthogonalized_roughly(case),
+        orthogonalized_roughly() if case.is_muon else contextlib.nullcontext(),
     ):
         facts = _run_watched(case, config, save_to)
     return facts | {"walks": dataclasses.asdict(walks)}
@@ -102,24 +103,6 @@ def _measured_quickly(case: Case) -> Iterator[None]:
             for name, value in (("WARM_COUNT", rank % 2), ("ROW_COUNT", 2), ("SAMPLE_COUNT", 3)):
                 patch.setattr(worth, name, value)
         yield
-
-
-@contextmanager
-def _orthogonalized_roughly(case: Case) -> Iterator[None]:
-    """Iterate once for an update of Muon: more would take most of a run, in DeepSpeed's part."""
-    with pytest.MonkeyPatch.context() as patch:
-        if case.is_muon:
-            from deepspeed.runtime.zero.muon import original_muon
-
-            for name in ("zeropower_via_gram_newtonschulz", "zeropower_via_newtonschulz5"):
-                if original := getattr(original_muon, name, None):
-                    once = functools.partial(_iterated_once, original)
-                    patch.setattr(original_muon, name, once)
-        yield
-
-
-def _iterated_once(orthogonalize: Callable[..., Any], matrix: Any, steps: int) -> Any:
-    return orthogonalize(matrix, 1)
 
 
 def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dict[str, Any]:
