@@ -269,23 +269,6 @@ class OwnSteps:
         """Return no update."""
         return [None] * len(sub_groups)
 
-    def early(self, coming: Iterable[Call]) -> list[FusedUpdate]:
-        """Refuse: there is no update.
-
-        Raises:
-            AssertionError: Always.
-        """
-        raise AssertionError("an optimizer that steps by itself has no update for early steps")
-
-    def why_not(
-        self,
-        group: Mapping[str, Any],
-        values: Mapping[str, Any],
-        states: Mapping[str, torch.dtype],
-    ) -> str:
-        """Return that it steps by itself."""
-        return "it steps by itself"
-
 
 def fused_adam(
     optimizer: Any,

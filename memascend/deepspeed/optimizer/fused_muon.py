@@ -6,7 +6,7 @@ So they know neither whole matrices nor momentum, and weights may be in halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,10 @@ class FusedMuon:
         `why_not` has to be empty for each sub-group.
         """
         calls = list(coming)
-        of_adam = [one for one in calls if not one[0]["use_muon"]]
-        others = iter(self._adam.early(of_adam) if of_adam else ())
+        others: Iterator[FusedUpdate] = iter(())
+        if of_adam := [one for one in calls if not one[0]["use_muon"]]:
+            assert isinstance(self._adam, FusedAdam)
+            others = iter(self._adam.early(of_adam))
         return [
             _plain_update_of(group) if group["use_muon"] else next(others) for group, _ in calls
         ]
@@ -96,8 +98,12 @@ class FusedMuon:
         values: Mapping[str, Any],
         states: Mapping[str, torch.dtype],
     ) -> str:
-        """Return why the optimizer must step by itself; empty if a fused step can replace it."""
+        """Return why the optimizer must step by itself; empty if a fused step can replace it.
+
+        Call it only if `is_fused`.
+        """
         if not group["use_muon"]:
+            assert isinstance(self._adam, FusedAdam)
             return self._adam.why_not(group, values, states)
         if update_of(group) is None:
             return f"lr or weight_decay is no number: {group['lr']}, {group['weight_decay']}"
