@@ -97,8 +97,9 @@ class OptimizerStreamConfig(Section):
         description="the step begins during backward; takes drive space for a second copy of all "
         "values that it changes. Automatic: where the run's own times show that it pays, and the "
         "drive has room for the copy and for a checkpoint; it never uses gradients up. `null` is "
-        "the same, since accelerate refuses the word. true: always; without clipping it uses "
-        "gradients up, with clipping it is a guess, and a norm above the limit makes it void",
+        "the same, since accelerate refuses the word. true: always, with Muon with one rank and no "
+        "clipping alone; without clipping it uses gradients up, with clipping it is a guess, and a "
+        "norm above the limit makes it void",
     )
     tile_bytes: Nbytes | None = Field(
         None,
