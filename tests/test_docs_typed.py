@@ -152,7 +152,7 @@ MISSING = {
     "root": "root, or a machine to change",
 }
 
-#: Names of commands in the text, without what they are to be given, and a line of a file.
+#: Names of commands in the text, without arguments, and a line of a file.
 NAMES = (
     "accelerate launch",
     "conda build",
@@ -177,7 +177,7 @@ NAMES = (
     "trl sft",
 )
 
-#: Put in the place of what is the reader's own.
+#: Put in the place of the reader's own values.
 STAND_INS = {
     "/mnt/ssd": ".",
     "/scratch/runs": "runs",
@@ -247,7 +247,7 @@ def of_rows(rows: Iterable[str]) -> list[str]:
 
 
 def recipe(command: str) -> str:
-    """Return what make would run, without running it."""
+    """Return the commands that make would run, without running them."""
     words = ["make", "--dry-run", *shlex.split(command)[1:]]
     alone = os.environ | {"MAKEFLAGS": ""}  # also where make has started the tests
     done = subprocess.run(words, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
@@ -334,7 +334,7 @@ def test_pytest_finds_tests_for_every_command() -> None:
 
 
 def called(*arguments: str, text: str) -> str:
-    """Run Python at the root of the repository; return what it prints."""
+    """Run Python at the root of the repository; return its output."""
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -343,7 +343,7 @@ def called(*arguments: str, text: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the working folder of a command, which has what the pages say is there."""
+    """Return the working folder of a command, with the files that pages say are there."""
     shutil.copyfile(ROOT / "configs" / "recipes" / "trainer.json", tmp_path / "ds.json")
     statuses.write(tmp_path / "runs", statuses.status(phase=FINISHED))
     monkeypatch.setattr(runs, "default_root", lambda: tmp_path / "runs")

@@ -41,7 +41,7 @@ class Recorder:
         self._model = model
 
     def train(self, resume_from_checkpoint: str | None) -> None:
-        """Note what is set behind the constructor, and where the run would continue."""
+        """Note values set behind the constructor, and where the run would continue."""
         given["resumed"] = resume_from_checkpoint
         given["set"] = {name: one for name, one in vars(self).items() if name != "_model"}
         adapters = getattr(self._model, "peft_config", {})

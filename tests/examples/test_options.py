@@ -86,7 +86,7 @@ def command(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return what comes of each command; all run in one process."""
+    """Return the result of each command; all run in one process."""
     commands = [command(name) for name in WITH_TRAINER]
     commands += [[*words, *NO_DEEPSPEED] for words in WRONG]
     done = run([str(PROGRAM), json.dumps(commands)], cwd=folder, environment=ONE_THREAD | alone())

@@ -373,7 +373,7 @@ class WithForwardAlone(transformers.Trainer):
 
 
 class Sampling(transformers.TrainerCallback):
-    """Logs what the model says, as callbacks of trainers do."""
+    """Logs tokens of the model, as callbacks of trainers do."""
 
     def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
         model.eval()

@@ -20,7 +20,7 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "limit_program.py"
 LIMIT_BYTES = 24 * MIB
 # Of the model under the cap: 48 Mi weights take 96 MiB in 16 bit and eight times as much in all.
 LAYERS = 48
-# Of layers of one square matrix of a Mi weights.
+# Layers have one square matrix of a Mi weights.
 LAYERS_OF_MUON = (4, 16, 64)
 MUON_LIMIT_BYTES = 64 * MIB
 # On the CPU accelerator the device's share comes from the process too: gathered layers, activations

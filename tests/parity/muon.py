@@ -1,4 +1,4 @@
-"""Cases of DeepSpeed's Muon: what they vary beside those of matrix.py, and the runs that resume.
+"""Cases of DeepSpeed's Muon: their own variations beside matrix.py's, and the runs that resume.
 
 - Matrices that ranks cut, and that get no gradient in some steps.
 - Updates that are written, with clipping or a loss scale, and applied as they are made, also during
@@ -82,7 +82,7 @@ def muon_resumed_cases() -> list[Case]:
 
 
 def muon_early_cases() -> list[Case]:
-    """Muon whose steps begin during backward, and what decides against them."""
+    """Muon whose steps begin during backward, and reasons for steps after it."""
     early = Case(optimizer_type="Muon", during_backward=True, steps=5)
     return [
         early,
@@ -109,7 +109,7 @@ def muon_early_cases() -> list[Case]:
 
 
 def is_repeated(case: Case) -> bool:
-    """Return whether a case says of other families what the rest of them says.
+    """Return whether a case repeats for another family the answer of the others.
 
     Matrices of "odd" and "gpt2" are cut by two ranks at odd places, those of "llama" by none; early
     steps have a limit, a boundary and experts in other cases alone or after backward.

@@ -158,7 +158,7 @@ def test_from_cpu_offload_to_ours_and_back_nothing_is_lost(bench: Bench, tmp_pat
 def test_from_cpu_offloads_muon_to_ours_and_back_nothing_is_lost(
     bench: Bench, tmp_path: Path, world: int
 ) -> None:
-    """Updates are applied as they are made in ours: what it saves has none of it."""
+    """Ours applies updates as they are made: its checkpoints show nothing of that."""
     case = Case(family="odd", world=world, steps=STEPS, optimizer_type="Muon")
     stock = save(bench, tmp_path / "stock", case, "oracle")
     ours = save(bench, tmp_path / "ours", stock.later(), "memascend")

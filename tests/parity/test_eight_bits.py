@@ -30,7 +30,7 @@ ROUNDED_PART = (1 - (126 / 127) ** 2) / 2
 ROUNDED_WEIGHTS = 4 / 131072
 #: Scales are fp32.
 TOLERANCE = 1e-3
-#: The norm of what one rounding changes, by that of the values: docs/eight-bits.md has 1 to 2 %.
+#: The norm of one rounding's errors, by that of the values: docs/eight-bits.md has 1 to 2 %.
 ROUNDED_NORM = 0.03
 
 

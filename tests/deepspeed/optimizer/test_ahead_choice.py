@@ -1,4 +1,4 @@
-"""Steps during backward that a block asks for, and what excludes them: Muon's most of all."""
+"""Steps during backward that a block asks for, and reasons against them: Muon's most of all."""
 
 from __future__ import annotations
 

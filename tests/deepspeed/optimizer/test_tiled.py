@@ -217,7 +217,7 @@ def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Ti
 
 
 def test_an_update_that_is_nowhere_may_be_set_and_not_read(optimizer: Tiled) -> None:
-    """It was applied as it was made: what is set stands in its place until a gradient arrives."""
+    """It was applied as it was made: the value set stands in its place until a gradient arrives."""
     values = optimizer.steps.values
     optimizer.gradient_stream.put(NAMES[0], 100, torch.arange(6.0))
     optimizer.gradient_stream.note_replaced(NAMES[0], 100)
