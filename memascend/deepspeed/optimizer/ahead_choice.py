@@ -66,24 +66,10 @@ def is_never_early(
     streams_gradients: bool,
 ) -> bool:
     """Return whether a run cannot step tiles early; log the reason."""
-    section = runtime.config.streaming.optimizer
-    is_demanded = section.during_backward is True
-    reason, level = "", logging.WARNING if is_demanded else logging.DEBUG
-    if isinstance(fused, FusedMuon):
-        reason = why_muon_is_after_backward(
-            world=dist.get_world_size(),
-            may_clip=upstream.norm_max > 0,
-            state_dtype=section.state_dtype,
-            is_demanded=is_demanded,
-        )
-    if not reason and not fused.is_fused:
-        name = type(upstream.base).__name__
-        reason = f"{name} does not step in one pass (streaming.optimizer.fused)"
-    elif not reason and (not streams_gradients or upstream.parameter_swapper is None):
-        reason = "parameters and gradients are not streamed from and to the drive"
-    elif (
-        not reason and not is_demanded and runtime.plan is not None and not runtime.plan.spare_count
-    ):
+    is_demanded = runtime.config.streaming.optimizer.during_backward is True
+    level = logging.WARNING if is_demanded else logging.DEBUG
+    reason = _why_never(upstream, runtime, fused, streams_gradients=streams_gradients)
+    if not reason and not is_demanded and runtime.plan is not None and not runtime.plan.spare_count:
         reason = (
             "under host_memory_limit there is no memory for gradients that wait for their tiles, "
             "or a step would write more"
@@ -92,3 +78,28 @@ def is_never_early(
     if reason and dist.get_rank() == 0:
         log.log(level, "memascend: %s has no effect: %s", KEY, reason)
     return bool(reason)
+
+
+def _why_never(
+    upstream: Upstream,
+    runtime: Runtime,
+    fused: FusedAdam | FusedMuon | OwnSteps,
+    *,
+    streams_gradients: bool,
+) -> str:
+    section = runtime.config.streaming.optimizer
+    if isinstance(fused, FusedMuon):
+        reason = why_muon_is_after_backward(
+            world=dist.get_world_size(),
+            may_clip=upstream.norm_max > 0,
+            state_dtype=section.state_dtype,
+            is_demanded=section.during_backward is True,
+        )
+        if reason:
+            return reason
+    if not fused.is_fused:
+        name = type(upstream.base).__name__
+        return f"{name} does not step in one pass (streaming.optimizer.fused)"
+    if not streams_gradients or upstream.parameter_swapper is None:
+        return "parameters and gradients are not streamed from and to the drive"
+    return ""
