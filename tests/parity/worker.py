@@ -71,24 +71,24 @@ def prepare_deepspeed() -> None:
 
 
 def matrix_product(one: Any, other: Any) -> Any:
-    """Return what torch's kernel does, of fp16 by way of fp32.
+    """Return what torch's kernel does, of fp16 and bf16 by way of fp32.
 
-    Most CPUs cannot multiply in fp16, and torch's loops that stand for it are slow. Every backend
-    computes in this way.
+    Many CPUs cannot multiply in 16 bits, and torch's loops that stand for it are slow. Every
+    backend computes in this way.
     """
     import torch
 
-    if one.dtype == torch.float16:
-        return matrix_product(one.float(), other.float()).half()
+    if one.dtype in (torch.float16, torch.bfloat16):
+        return matrix_product(one.float(), other.float()).to(one.dtype)
     return torch.mm(one, other, out=one.new_empty(one.shape[0], other.shape[1]))
 
 
 def matrix_product_and_bias(bias: Any, one: Any, other: Any, **factors: Any) -> Any:
-    """Return what torch's kernel does, of fp16 by way of fp32: see above."""
+    """Return what torch's kernel does, of fp16 and bf16 by way of fp32: see above."""
     import torch
 
-    if one.dtype == torch.float16:
-        return torch.addmm(bias.float(), one.float(), other.float(), **factors).half()
+    if one.dtype in (torch.float16, torch.bfloat16):
+        return torch.addmm(bias.float(), one.float(), other.float(), **factors).to(one.dtype)
     out = one.new_empty(one.shape[0], other.shape[1])
     return torch.addmm(bias, one, other, out=out, **factors)
 
