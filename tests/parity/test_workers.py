@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from . import workers
 from .cases import Case
-from .worker import matrix_product, matrix_product_and_bias
 
 PINNED = "assert all([get_accelerator().is_pinned(buf) for buf in buffers])"
 
@@ -101,23 +99,6 @@ def test_the_group_that_was_used_longest_ago_makes_room(
     )
     first._make_room()  # whatever it has grown to goes, too
     assert workers.WorkerGroup._living == []
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_rank_multiplies_as_torch_does(dtype: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    one, other, bias = (
-        torch.randn(shape, generator=generator).to(getattr(torch, dtype))
-        for shape in [(3, 5), (5, 4), (4,)]
-    )
-    found = matrix_product(one, other)
-    assert found.dtype == one.dtype
-    torch.testing.assert_close(found, one @ other)
-    torch.testing.assert_close(found.double(), one.double() @ other.double(), rtol=0.01, atol=0.01)
-    factors = {"beta": 0.5, "alpha": 2}
-    found = matrix_product_and_bias(bias, one, other, **factors)
-    assert found.dtype == one.dtype
-    torch.testing.assert_close(found, torch.addmm(bias, one, other, **factors))
 
 
 @pytest.mark.parametrize(

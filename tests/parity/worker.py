@@ -25,8 +25,6 @@ LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
 Run = Callable[..., dict[str, Any]]
-#: Libraries of torch, whose kernels serve for as long as these live.
-KERNELS: list[Any] = []
 
 
 def main() -> None:
@@ -61,36 +59,13 @@ def prepare_deepspeed() -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import nvtx
 
+    from tests.support import products
+
     torch.set_num_threads(1)
     nvtx.enable_nvtx = False  # marks for a profiler around each of its functions
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    KERNELS.append(torch.library.Library("aten", "IMPL"))
-    KERNELS[0].impl("mm", matrix_product, "CPU")
-    KERNELS[0].impl("addmm", matrix_product_and_bias, "CPU")
-
-
-def matrix_product(one: Any, other: Any) -> Any:
-    """Return what torch's kernel does, of fp16 and bf16 by way of fp32.
-
-    Many CPUs cannot multiply in 16 bits, and torch's loops that stand for it are slow. Every
-    backend computes in this way.
-    """
-    import torch
-
-    if one.dtype in (torch.float16, torch.bfloat16):
-        return matrix_product(one.float(), other.float()).to(one.dtype)
-    return torch.mm(one, other, out=one.new_empty(one.shape[0], other.shape[1]))
-
-
-def matrix_product_and_bias(bias: Any, one: Any, other: Any, **factors: Any) -> Any:
-    """Return what torch's kernel does, of fp16 and bf16 by way of fp32: see above."""
-    import torch
-
-    if one.dtype in (torch.float16, torch.bfloat16):
-        return torch.addmm(bias.float(), one.float(), other.float(), **factors).to(one.dtype)
-    out = one.new_empty(one.shape[0], other.shape[1])
-    return torch.addmm(bias, one, other, out=out, **factors)
+    products.use_fp32()
 
 
 def serve(socket: int, run: Run) -> None:
