@@ -41,6 +41,8 @@ BEGIN, END = "<!-- {}: written by scripts/update_docs.py -->", "<!-- end of {} -
 GPU_TFLOPS = 50
 #: For each parameter and token: 2 forward, as many in recomputation, 4 backward.
 OPERATIONS = 8
+#: Keys without which there is no such thing; others are chosen at the start.
+ABSENT = {"report", "micro_batches", "endurance", "write_budget"}
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 UNITS = ((1 << 60, "EiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -120,7 +122,7 @@ def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
     names = ("drive", "checkpoint", "model")
     run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
     text = (
-        f"With 32 GiB of RAM that is {limit_gib} GiB, {found['needed'][HOST] / GIB:.0f} with "
+        f"With 32 GiB of RAM that is {limit_gib} GiB, or one less, {found['needed'][HOST] / GIB:.0f} with "
         f"Python and torch; the SSD needs {found['step_seconds']:.0f} s for a step, and room for "
         f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
         f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model. "
@@ -389,7 +391,7 @@ def _kind(annotation: Any) -> str:
 
 def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
     if field.default is None:
-        return "automatic"
+        return "none" if name in ABSENT else "automatic"
     if field.default is PydanticUndefined:
         return "required"
     if isinstance(field.default, bool):

@@ -230,7 +230,7 @@ class WearConfig(Section):
         description="bytes that the drives may still be written; the report shows the rest",
     )
     write_budget: Nbytes | None = Field(
-        None, ge=1, le=1 << 60, description="bytes this run may write"
+        None, ge=1, le=1 << 60, description="bytes this run may write; left out: no limit"
     )
     over_budget: Literal["warn", "stop"] = Field(
         "warn", description="stop: once the next checkpoint is complete"

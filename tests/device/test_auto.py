@@ -54,7 +54,7 @@ def check_bits(found: dict[str, Any]) -> dict[int, str]:
     [
         pytest.param({}, {}, marks=pytest.mark.matrix),  # the next one is that and more
         ({}, {"activations": SAVING}),
-        ({"count": "auto", "reduction": "slice"}, {}),
+        pytest.param({"count": "auto", "reduction": "slice"}, {}, marks=pytest.mark.matrix),
     ],
 )
 def test_chosen_slices_fit_and_have_the_bits_of_their_number_also_where_memory_runs_out(
@@ -77,7 +77,9 @@ def test_chosen_slices_fit_and_have_the_bits_of_their_number_also_where_memory_r
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-@pytest.mark.parametrize("section", [{}, {"reduction": "slice"}])
+@pytest.mark.parametrize(
+    "section", [pytest.param({}, marks=pytest.mark.matrix), {"reduction": "slice"}]
+)
 def test_all_ranks_have_the_slices_of_the_rank_with_the_least_room(
     tmp_path: Path, run_program: RunProgram, section: dict[str, Any]
 ) -> None:

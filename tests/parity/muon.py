@@ -109,11 +109,20 @@ def muon_early_cases() -> list[Case]:
 
 
 def is_repeated(case: Case) -> bool:
-    """Return whether a case repeats for another family the answer of the others.
+    """Return whether a case repeats for another family, mode or world the answer of the others.
 
     Matrices of "odd" and "gpt2" are cut by two ranks at odd places, those of "llama" by none; early
-    steps have a limit, a boundary and experts in other cases alone or after backward.
+    steps have a limit, a boundary and experts in other cases alone or after backward. Two ranks say
+    as much as one of heads, of experts in lists, and of gradients that are set.
     """
+    if case.optimizer_type == "MuonPerHead" or case.family == "leaves":
+        return case.world == 1
+    if case in muon_resumed_cases():
+        return case.saver in ("clipped", "whole masters", "limit") or case.family == "alternating"
+    if case.saver == "cpu" and not case.clipping and not case.during_backward:
+        return True  # with clipping, from CPU offload of two ranks, in the cases that are resumed
+    if case.family == "alternating" and case.steps == 5 and case.world == 1:
+        return bool(case.clipping) or case.accessors == "set"
     if case in muon_family_cases():
         return (case.family, case.world) not in {("odd", 1), ("odd", 2), ("gpt2", 2), ("llama", 1)}
     early = case.during_backward is True and not case.clipping

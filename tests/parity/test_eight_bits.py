@@ -19,6 +19,8 @@ from .workers import Bench, Facts, differences
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
+#: Two ranks, which cut matrices, say more than one.
+ONE = pytest.param(1, marks=pytest.mark.matrix)
 #: Odd shapes: two ranks cut matrices in the middle of a block of codes.
 INT8 = Case(family="odd", optimizer_type="Muon", state_dtype="int8", steps=2)
 EXACT = dataclasses.replace(INT8, state_dtype="")
@@ -80,7 +82,7 @@ def assert_rounded_once(found: dict[str, torch.Tensor], saved: dict[str, torch.T
     assert "momentum_buffer" in moved, "else no code was made anew"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [ONE, 2])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(bench: Bench, world: int) -> None:
     whole = dataclasses.replace(INT8, world=world, steps=4)
     expected = bench.run(whole, "memascend")
@@ -91,7 +93,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(bench: Bench, world: 
     assert expected[0]["masters"] != exact[0]["masters"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [ONE, 2])
 def test_other_ranks_go_on_from_a_universal_checkpoint(
     bench: Bench, tmp_path: Path, world: int
 ) -> None:
@@ -110,7 +112,7 @@ def test_other_ranks_go_on_from_a_universal_checkpoint(
     assert later[0]["masters"] != exact[0]["masters"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [ONE, 2])
 def test_momentum_goes_from_8_bits_to_cpu_offload_and_to_bf16_and_back(
     bench: Bench, tmp_path: Path, world: int
 ) -> None:

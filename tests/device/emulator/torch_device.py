@@ -11,7 +11,6 @@ import torch
 import torch._meta_registrations  # shapes of results are found on the meta device
 
 from tests.device.emulator import build
-from tests.support import products
 
 DEVICE_TYPE = 20  # torch's number of PrivateUse1
 
@@ -81,7 +80,6 @@ def install(device: int | None = None) -> Any:
     global core
     if core is not None:
         return core
-    products.use_fp32()
     torch.utils.rename_privateuse1_backend("sim")
     core = build.load()
     core.set_own_device(int(os.environ.get("LOCAL_RANK", "0")) if device is None else device)
