@@ -122,8 +122,9 @@ def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
     names = ("drive", "checkpoint", "model")
     run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
     text = (
-        f"With 32 GiB of RAM that is {limit_gib} GiB, or one less, {found['needed'][HOST] / GIB:.0f} with "
-        f"Python and torch; the SSD needs {found['step_seconds']:.0f} s for a step, and room for "
+        f"With 32 GiB of RAM that is {limit_gib} GiB, or one less, "
+        f"{found['needed'][HOST] / GIB:.0f} with Python and torch; the SSD needs "
+        f"{found['step_seconds']:.0f} s for a step, and room for "
         f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
         f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model. "
         f"1000 steps write {WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB."

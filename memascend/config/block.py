@@ -327,6 +327,11 @@ class MemAscendConfig(Section):
         return self
 
     @property
+    def sums_slices(self) -> bool:
+        """Whether slices are added up behind the reduction, in the dtype of accumulation."""
+        return self.micro_batches is not None and self.micro_batches.reduction == "slice"
+
+    @property
     def sections_enabled(self) -> tuple[str, ...]:
         """The names of the sections that are on, in the order of the block."""
         names = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")

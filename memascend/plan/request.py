@@ -65,6 +65,7 @@ class PlanRequest:
     precision: str = "bf16"  # dtype of parameters
     arriving_dtype: str | None = None  # dtype of a gradient as it is reduced; None: of parameters
     accumulation_dtype: str | None = None  # dtype of an accumulated gradient; None: of parameters
+    sums_slices: bool = False  # whether slices are added up, in that dtype, behind the reduction
     master_dtype: str = FP32  # dtype of master weights
     state_dtype: str = FP32  # dtype of each state
     #: Whether a master weight is stored as what its bf16 parameter lacks, if there is one on the
@@ -178,7 +179,11 @@ class PlanRequest:
         """Bytes that the micro-steps of one optimizer step store and move."""
         return WindowBytes(
             steps=self.gradient_accumulation_steps,
-            arriving_itemsize=ITEMSIZES[self.arriving_dtype or self.precision],
+            arriving_itemsize=(
+                self.gradient_itemsize
+                if self.sums_slices
+                else ITEMSIZES[self.arriving_dtype or self.precision]
+            ),
             sum_itemsize=self.gradient_itemsize,
         )
 
@@ -284,6 +289,7 @@ class PlanRequest:
             precision=settings.precision,
             arriving_dtype=settings.communication_data_type or settings.precision,
             accumulation_dtype=settings.data_types.grad_accum_dtype or settings.precision,
+            sums_slices=block.sums_slices,
             optimizer=optimizer.type,
             state_count=state_count_of(optimizer.type, optimizer.params),
             is_elementwise=False if is_muon(optimizer.type) and why_whole_steps(settings) else None,

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-#: One-dimensional over the sequence, whatever its size.
-SEQUENCE_NAMES = frozenset({"cache_position"})
+#: Without the batch, whatever their size: positions of the sequence, and sizes of feature maps.
+SHARED_NAMES = frozenset({"cache_position", "spatial_shapes", "level_start_index"})
 #: The first dimension is the batch, whatever its size.
 BATCH_NAMES = frozenset(
     {"attention_mask", "input_ids", "labels", "position_ids", "shift_labels", "token_type_ids"}
@@ -213,7 +213,7 @@ def _dimension(path: str, value: Any, batch: int, sequence: int) -> int | None:
     if not torch.is_tensor(value):
         raise CannotCut(f"{path} is a {type(value).__name__}")
     name, shape = path.rsplit(".", 1)[-1], tuple(value.shape)
-    if not shape or name in SEQUENCE_NAMES or batch == 1:
+    if not shape or name in SHARED_NAMES or batch == 1:
         return None
     if name.startswith(OFFSETS_PREFIX):
         raise CannotCut(f"{path} has offsets of documents in all sequences")

@@ -22,6 +22,7 @@ from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.fused import FusedLoss, check_counts, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
+from memascend.slices.sliced import RandomState
 
 #: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
 #: `input_ids`.
@@ -41,6 +42,11 @@ _NOT_OF_LOSS = {
     "rope_deltas",
     "router_logits",
 }
+_LATE = (
+    "logits were read behind the step, but memascend.micro_batches computes them when they are "
+    "read, with weights that the step has changed. fix: read them before the step (accelerate "
+    'steps in `accelerator.backward`), or "head": false in memascend.micro_batches'
+)
 #: Errors of a model that is given less than it needs.
 _MISSING = (AttributeError, LookupError, TypeError, ValueError)
 
@@ -48,11 +54,18 @@ _MISSING = (AttributeError, LookupError, TypeError, ValueError)
 class SlicedHead:
     """Stands in for the `forward` of a model with a head."""
 
-    def __init__(self, model: nn.Module, original: Callable[..., Any], slicer: Slicer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Callable[..., Any],
+        slicer: Slicer,
+        step_count: Callable[[], int],
+    ) -> None:
         self._model, self._original, self._slicer = model, original, slicer
+        self._step_count = step_count
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the model; its output has the loss alone if it was computed in slices."""
+        """Run the model; in slices its output has the loss, and logits for those who read them."""
         batch = self._slicer.batch
         if batch is None or not torch.is_grad_enabled():
             return self._original(*arguments, **keywords)
@@ -187,7 +200,9 @@ class SlicedHead:
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
         cut = self._slicer.cut(self._name, leaves, lambda: self._cut(leaves, loss_of, batch))
-        losses, *values = self._slicer.run(tail, leaves, self._params(), LossCut(cut))
+        losses, *values = self._slicer.run(
+            tail, leaves, self._params(), LossCut(cut), name=self._name
+        )
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
         loss = losses.sum(dtype=sum_dtype)
@@ -198,7 +213,9 @@ class SlicedHead:
             values_of_tokens = loss_of.outputs(values, is_shifted=is_shifted)
             return output_type[0](loss=loss, **rest | values_of_tokens)
         output = _with_logits_on_demand(output_type[0])(loss=loss, **rest)
-        read = functools.partial(self._read_logits, base_type, hidden.detach(), keywords)
+        read = functools.partial(
+            self._read_logits, self._step_count(), base_type, hidden.detach(), keywords
+        )
         object.__setattr__(output, _READ, read)
         return output
 
@@ -239,12 +256,27 @@ class SlicedHead:
         return {name: one for name, one in output.items() if name != "logits"}
 
     def _read_logits(
-        self, base_type: Callable[..., Any], hidden: torch.Tensor, keywords: dict[str, Any]
+        self,
+        step_count: int,
+        base_type: Callable[..., Any],
+        hidden: torch.Tensor,
+        keywords: dict[str, Any],
     ) -> torch.Tensor:
-        """Return the logits of the whole batch, which raise an error if they get a gradient."""
+        """Return the logits of the whole batch, which raise an error if they get a gradient.
+
+        Raises:
+            ConfigError: A step has changed the head since.
+        """
+        if self._step_count() != step_count:
+            raise ConfigError(_LATE)
         given = {name: one for name, one in keywords.items() if name not in _OF_LOSS}
         made = base_type(last_hidden_state=hidden)
-        with torch.no_grad(), self._slicer.slicing(None), self._base_as(lambda *_, **__: made):
+        with (
+            torch.no_grad(),
+            RandomState([hidden]).restored(),
+            self._slicer.slicing(None),
+            self._base_as(lambda *_, **__: made),
+        ):
             logits: torch.Tensor = self._original(**given).logits
         self._note(f"the script reads its logits, {logits.dtype} of {tuple(logits.shape)}")
         anchor = torch.zeros((), requires_grad=True)

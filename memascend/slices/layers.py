@@ -31,7 +31,9 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_ch
 _NUMBERS = re.compile(r"\d+")
 
 #: The class of transformers' layers.
-_LAYER = "GradientCheckpointingLayer"
+LAYER_CLASS = "GradientCheckpointingLayer"
+#: Words in a layer's type by which its state goes from token to token.
+_RECURRENT = ("linear", "recurrent", "mamba", "conv")
 #: Libraries whose hooks know about slices or do not mind them.
 _KNOWN_HOOKS = ("deepspeed.", "memascend.", "transformers.", "accelerate.", "peft.")
 
@@ -112,6 +114,8 @@ class Slicer:
         params: Sequence[nn.Parameter],
         cut: Cut,
         weights: SliceWeights | None = None,
+        *,
+        name: str,
     ) -> Any:
         """Return the output of a call for the whole batch.
 
@@ -121,15 +125,19 @@ class Slicer:
             params: All parameters that it uses.
             cut: How the arguments are cut.
             weights: Those of the parameters, if this call has them already.
+            name: The module, for the log.
 
         Raises:
-            CannotCut: An output does not have the batch first.
+            CannotCut: An output is no tensor.
         """
         if weights is None:
             weights = self._weights_of(params)
         tensors = [value for value in leaves.values if torch.is_tensor(value)]
         sliced = SlicedCall(self.whole(call), leaves, cut, weights)
-        return sliced.run(tensors, trains=any(param.requires_grad for param in params))
+        output = sliced.run(tensors, trains=any(param.requires_grad for param in params))
+        if sliced.why_whole:
+            self.note(name, sliced.why_whole)
+        return output
 
     def whole(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function within which nothing is cut, in forward and when it is recomputed."""
@@ -172,7 +180,7 @@ class Slicer:
             routers = recorded()
             if routers is not None:
                 call = routers.outputs_of(call)
-            output = self.run(call, leaves, params, cut, weights)
+            output = self.run(call, leaves, params, cut, weights, name=type(module).__name__)
             _check_kept(kept, _kept_tensors(module))
             return output if routers is None else routers.take(output)
         except CannotCut as reason:
@@ -267,11 +275,14 @@ def check_keeps_documents(module: nn.Module) -> None:
     for one in module.modules():
         if isinstance(one, nn.RNNBase | nn.modules.conv._ConvNd):
             raise CannotCut(f"{type(one).__name__} may join the documents of its row")
+        kind = str(getattr(one, "layer_type", getattr(one, "block_type", "")))
+        if any(word in kind for word in _RECURRENT):
+            raise CannotCut(f"its {kind} may join the documents of its row")
 
 
 def is_of_transformers(module: nn.Module) -> bool:
     """Return whether a module is a layer of transformers, which is given the batch first."""
-    return any(base.__name__ == _LAYER for base in type(module).__mro__)
+    return any(base.__name__ == LAYER_CLASS for base in type(module).__mro__)
 
 
 def check_hooks(module: nn.Module) -> None:

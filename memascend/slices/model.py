@@ -19,7 +19,13 @@ from torch.utils import checkpoint as torch_checkpoint
 from memascend.slices.cut import Leaves
 from memascend.slices.documents import Documents, find_documents
 from memascend.slices.head import SlicedHead
-from memascend.slices.layers import Batch, SlicedCheckpoint, Slicer, is_of_transformers
+from memascend.slices.layers import (
+    LAYER_CLASS,
+    Batch,
+    SlicedCheckpoint,
+    Slicer,
+    is_of_transformers,
+)
 from memascend.slices.routers import are_collected
 
 #: Where transformers keeps a layer's checkpoint function.
@@ -27,7 +33,8 @@ _LAYER_FUNCTION = "_gradient_checkpointing_func"
 #: Inputs that have the batch first, the first one counts.
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 #: Settings with which transformers collects values from inside of layers.
-_RECORDING = ("output_attentions", "output_router_logits")
+_ROUTERS = "output_router_logits"
+_RECORDING = ("output_attentions", _ROUTERS)
 _NO_LAYERS = (
     "none of its layers is checkpointed. fix: turn activation checkpointing on "
     "(`gradient_checkpointing=True` in the Trainer, `model.gradient_checkpointing_enable()`)"
@@ -44,6 +51,7 @@ class SlicedModel:
         *,
         slices_head: bool,
         note_count: Callable[[int], object] = lambda _: None,
+        step_count: Callable[[], int] = lambda: 0,
     ) -> None:
         """Look at a model; nothing of it changes outside of `running`.
 
@@ -52,9 +60,10 @@ class SlicedModel:
             slicer: Runs its calls in slices.
             slices_head: Whether the head is one of them.
             note_count: Is called in each pass that is cut, with the most slices of a call.
+            step_count: Returns the number of steps so far, each of which changes weights.
         """
         self._module, self._slicer, self._slices_head = module, slicer, slices_head
-        self._note_count = note_count
+        self._note_count, self._step_count = note_count, step_count
 
     @contextmanager
     def running(
@@ -123,7 +132,8 @@ class SlicedModel:
         if self._slices_head:
             for model in self._module.modules():
                 if _has_head(model):
-                    _set(undo, model, "forward", SlicedHead(model, model.forward, self._slicer))
+                    head = SlicedHead(model, model.forward, self._slicer, self._step_count)
+                    _set(undo, model, "forward", head)
 
 
 class _SlicedForward:
@@ -154,10 +164,21 @@ def batch_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int | N
 def _recorded(module: nn.Module, keywords: Mapping[str, Any]) -> str | None:
     """Return the setting with which values inside of layers are collected, if one is on."""
     configs = [one.config for one in module.modules() if hasattr(one, "config")]
-    for name in _RECORDING[:1] if are_collected() else _RECORDING:
+    names = [name for name in _RECORDING if name != _ROUTERS or not are_collected()]
+    if any(_hides_outputs(type(one)) for one in module.modules()):
+        names.append("output_hidden_states")
+    for name in names:
         if keywords.get(name, any(getattr(config, name, False) for config in configs)):
             return name
     return None
+
+
+def _hides_outputs(layer: type[nn.Module]) -> bool:
+    """Return whether hooks on a layer run inside its checkpoint: they would record slices.
+
+    So before transformers wrapped the `forward` of its layers instead of `__call__`.
+    """
+    return any(base.__name__ == LAYER_CLASS and "__call__" in vars(base) for base in layer.__mro__)
 
 
 def _beside(root: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:

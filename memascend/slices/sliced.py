@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from memascend.slices.cut import CannotCut, Cut, Leaves
+from memascend.slices.cut import CannotCut, Cut, Leaves, WholeCut
 
 _NO_GRAPH = (
     "a graph of gradients was asked for (create_graph=True), and layers in slices give none. fix: "
@@ -26,6 +26,10 @@ _NO_CHOICE = (
     "layers in slices add to those of all their weights. fix: call backward() without inputs, or "
     "leave memascend.micro_batches out"
 )
+
+
+class _OtherShape(CannotCut):
+    """Outputs of slices that are no parts of the batch's, on this rank at least."""
 
 
 class SliceWeights(Protocol):
@@ -59,6 +63,8 @@ class SlicedCall:
             leaves.spec,
         )
         self._random: list[RandomState] = []
+        #: Why the batch is computed whole in the end, for its outputs; empty: it is not.
+        self.why_whole = ""
         self._is_tuple = False
         self._autocast = _Autocast(
             {"cpu", *(one.device.type for one in leaves.values if torch.is_tensor(one))}
@@ -72,7 +78,7 @@ class SlicedCall:
             trains: Whether a weight wants a gradient.
 
         Raises:
-            CannotCut: An output does not have the batch first. Random numbers are as before.
+            CannotCut: An output is no tensor. Random numbers are as before.
         """
         # Weights get their gradients also where no input wants one.
         anchor = torch.zeros((), requires_grad=trains)
@@ -81,20 +87,33 @@ class SlicedCall:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return the outputs of the whole batch, computed without a graph."""
-        whole: list[torch.Tensor | None] = []
         self._random.clear()
         try:
             with self._weights.in_forward() as begin_slice, torch.no_grad():
-                for number in range(self._cut.count):
-                    begin_slice(number)
-                    self._random.append(RandomState(tensors))
-                    outputs = self._call(number, [tensor.detach() for tensor in tensors])
-                    if number == 0:
-                        whole = [self._memory_for(output) for output in outputs]
-                    self._store(number, whole, outputs)
+                try:
+                    return self._compute(begin_slice, tensors)
+                except _OtherShape as reason:
+                    self.why_whole = str(reason)
+                # With the weights that are gathered: on other ranks the batch may be cut.
+                self._random[0].restore()
+                self._random.clear()
+                self._cut = WholeCut()
+                return self._compute(lambda _: begin_slice(1), tensors)
         except CannotCut:
             self._random[0].restore()
             raise
+
+    def _compute(
+        self, begin_slice: Callable[[int], None], tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        whole: list[torch.Tensor | None] = []
+        for number in range(self._cut.count):
+            begin_slice(number)
+            self._random.append(RandomState(tensors))
+            outputs = self._call(number, [tensor.detach() for tensor in tensors])
+            if number == 0:
+                whole = [self._memory_for(output) for output in outputs]
+            self._store(number, whole, outputs)
         return tuple(whole)
 
     def backward(
@@ -168,7 +187,10 @@ class SlicedCall:
             return None
         if not torch.is_tensor(output):
             raise CannotCut(f"it returns a {type(output).__name__}")
-        return output.new_empty(self._cut.whole_shape(0, output))
+        try:
+            return output.new_empty(self._cut.whole_shape(0, output))
+        except CannotCut as reason:
+            raise _OtherShape(*reason.args) from reason
 
     def _store(
         self, number: int, whole: Sequence[torch.Tensor | None], outputs: Sequence[Any]
@@ -176,7 +198,7 @@ class SlicedCall:
         """Copy the outputs of a slice to their parts of those of the whole batch."""
         parts = [None if one is None else self._cut.part(number, one) for one in whole]
         if list(map(_kind, parts)) != list(map(_kind, outputs)):
-            raise CannotCut("its outputs are not of the same shapes and dtypes in all slices")
+            raise _OtherShape("its outputs are not of the same shapes and dtypes in all slices")
         for part, output in zip(parts, outputs, strict=True):
             if part is not None:
                 part.copy_(output)

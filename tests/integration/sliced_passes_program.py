@@ -64,10 +64,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder's parts: embedding, layers, one of them twice, and a head."""
+    """A decoder's parts: embedding, layers, one of them twice unless each is used once, a head."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, once: bool) -> None:
         super().__init__()
+        self.is_layer_used_twice = not once
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.begins_with_prompt = False
@@ -82,7 +83,7 @@ class Model(nn.Module):
         if self.begins_with_prompt:  # of another batch, so not in slices
             states = states + self.embedding(ids[:1, :1])
         balance = states.new_zeros(())
-        for layer in (*self.layers, self.layers[0]):
+        for layer in (*self.layers, self.layers[0])[: 2 + self.is_layer_used_twice]:
             states, logits = checkpoint(layer, states, expert_rows, use_reentrant=False)
             balance = balance + logits.softmax(-1).mean(0).square().sum()  # of all tokens
         if not has_head:
@@ -305,6 +306,7 @@ def main() -> None:
     parser.add_argument("--without-number", action="store_true")
     parser.add_argument("--fails-in-forward", action="store_true")
     parser.add_argument("--leaves", action="store_true")
+    parser.add_argument("--once", action="store_true", help="use each layer once")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -316,7 +318,7 @@ def main() -> None:
     config["optimizer"]["params"] = {"lr": 0.0, "weight_decay": 0.0}  # both keep their weights
     config["train_micro_batch_size_per_gpu"] = ROWS
     torch.manual_seed(0)
-    model = Model(tied=arguments.tied)
+    model = Model(tied=arguments.tied, once=arguments.once)
     alone = copy.deepcopy(model)
     if arguments.leaves:
         set_z3_leaf_modules(model, [Block])

@@ -307,6 +307,8 @@ def test_what_a_configuration_says_is_read() -> None:
     assert request.gradient_accumulation_steps == 8
     assert (request.states, request.sub_group_size) == (1, 10**8)
     assert (request.tile_bytes, request.prefetch_bytes) == (MIB, 7)
+    by_slice = {"micro_batches": {"count": 2, "reduction": "slice"}}
+    assert not PlanRequest.from_deepspeed(ds_config | {"memascend": by_slice}).window.appends
     in_fp32 = ds_config | {"communication_data_type": "fp32"}
     assert not PlanRequest.from_deepspeed(in_fp32, world=4).window.appends
 

@@ -53,6 +53,8 @@ def test_slices_are_as_long_as_each_other_but_for_one(
         ("position_embeddings", torch.zeros(1, SEQUENCE, HIDDEN), None),
         ("position_embeddings", torch.zeros(SEQUENCE, HIDDEN), None),
         ("cache_position", torch.arange(SEQUENCE), None),
+        ("spatial_shapes", torch.ones(BATCH, 2, dtype=torch.int64), None),
+        ("level_start_index", torch.arange(BATCH), None),
         ("encoder_hidden_states", torch.zeros(BATCH, 5, HIDDEN), 0),
         ("scale", torch.tensor(2.0), None),
         ("use_cache", False, None),

@@ -48,6 +48,29 @@ def test_reading_logits_changes_no_gradient() -> None:
     assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
+def test_logits_behind_a_step_are_an_error() -> None:
+    """They would be those of the new weights."""
+    model: Any = make("llama-untied")
+    inputs, steps = batch(model), [0]
+    with sliced(model, step_count=lambda: len(steps)).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    output.loss.backward()
+    steps.append(1)
+    with pytest.raises(ConfigError, match=r'read behind the step.*"head": false'):
+        _ = output.logits
+
+
+def test_reading_logits_takes_no_random_numbers() -> None:
+    model: Any = make("llama-untied")
+    model.lm_head = nn.Sequential(nn.Dropout(0.5), model.lm_head)
+    inputs = batch(model)
+    with sliced(model).running((), inputs, lambda _: 3):
+        output = model(**inputs)
+    before = torch.get_rng_state()
+    assert output.logits.shape[0] == ROWS
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_loss_of_logits_is_an_error_that_names_the_setting() -> None:
     model: Any = make("llama-untied")
     inputs = batch(model)

@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memascend.slices.cut import CannotCut
+from memascend.slices.layers import check_keeps_documents
 from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, gradients, run, sliced
 
 
@@ -153,6 +155,30 @@ def test_a_layer_of_which_slices_may_depend_stays_whole(
     loss.backward()
     assert re.search(reason, caplog.text)
     assert_close(gradients(model), expected)
+
+
+def test_outputs_of_another_shape_are_computed_with_the_weights_that_are_gathered(
+    passes: list[Any],
+) -> None:
+    """Ranks whose outputs have the shape gather them once."""
+    model, ids = OneLayer(ReturnsLoss()), torch.randint(50, (ROWS, LENGTH))
+    passes.clear()
+    with sliced(model).running((ids,), {}, lambda _: ROWS):
+        loss = model(ids)
+    loss.backward()
+    layers = [one for one in passes if one[1] != list(range(ROWS))]
+    assert layers == [("forward", [0, 1]), ("backward", [0])]
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "recurrent"])
+def test_a_layer_whose_state_goes_through_a_packed_row_is_not_cut(kind: str) -> None:
+    layer: Any = Layer()
+    check_keeps_documents(layer)
+    layer.layer_type = "full_attention"
+    check_keeps_documents(layer)
+    layer.layer_type = kind
+    with pytest.raises(CannotCut, match=f"its {kind} may join the documents"):
+        check_keeps_documents(layer)
 
 
 def test_a_bias_of_as_many_heads_as_the_batch_has_sequences_is_not_cut(caplog: Any) -> None:

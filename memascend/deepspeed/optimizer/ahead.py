@@ -222,6 +222,8 @@ class DuringBackward:
     def drop(self, step: Step, reason: str) -> None:
         """Discard early steps: one of their inputs is about to change."""
         self._after_backward.drop(step, reason)
+        if step.is_torn:  # a write of second values may have failed in the walk
+            self._tiles.has_failed = True
         if not step.basis:
             return  # no gradient of the step has arrived
         self._tiles.drop()

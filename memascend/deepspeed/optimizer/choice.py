@@ -137,9 +137,15 @@ def reduction_of_sums(config: MemAscendConfig, settings: DeepSpeedSettings) -> d
     Micro-steps are added up behind the reduction, slices before it: in 16 bits it would round the
     sums.
     """
-    section = config.micro_batches
-    if section is None or section.reduction == "slice":
+    if config.micro_batches is None or settings.data_types.grad_accum_dtype != "fp32":
         return {}
-    if settings.communication_data_type or settings.data_types.grad_accum_dtype != "fp32":
+    if settings.precision != "fp32" and not hasattr(torch.Tensor, "grad_dtype"):
+        raise ConfigError(
+            'memascend.micro_batches with data_types.grad_accum_dtype "fp32" needs a torch whose '
+            "autograd adds up gradients in fp32 (Tensor.grad_dtype), and torch "
+            f"{torch.__version__} is installed: slices would be added up in 16 bits. fix: a newer "
+            "torch, or leave grad_accum_dtype out"
+        )
+    if config.sums_slices or settings.communication_data_type:
         return {}
     return {"communication_data_type": torch.float32}

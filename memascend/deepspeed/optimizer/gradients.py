@@ -296,14 +296,19 @@ class StreamedGradients:
         upstream = self._upstream
         if upstream.micro_step_count == 1 or upstream.reduces_quantized:
             return None
+        if self.runtime.config.sums_slices:
+            return None  # a sum of slices has more bits than the gradients that were reduced
         dtype = upstream.arriving_dtype_of(param)
         if dtype == upstream.dtype:  # DeepSpeed assumes this dtype for every gradient
             dtype = torch.promote_types(dtype, param.grad.dtype)
         return dtype if dtype.itemsize < upstream.accumulation_dtype.itemsize else None
 
-    @locked
     def end_window(self, original: Callable[[], None]) -> None:
         """Finish a window if its last backward pass was not known to be the last."""
+        self.runtime.background.finish()
+        with_lock(self.runtime, self._end_window)
+
+    def _end_window(self) -> None:
         self._steps.drop_ahead("the end of a window was stated after its backward pass")
         for param in self._upstream.reduced_params():
             number, offset, _ = self._upstream.position_of(param)

@@ -107,7 +107,7 @@ class MuonUpdates(NothingAhead):
         self._early_begins: Begins = {}
         self._early_factor = 1.0  # of their gradients
         self._has_room = True  # on the device, beside backward
-        self._is_cast = False  # whether the last updates after backward were made under autocast
+        self._is_cast = False  # whether the last step was made under autocast
 
     def stream_momentum(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the bytes of a sub-group's momentum, in the dtype of master weights."""
@@ -125,7 +125,6 @@ class MuonUpdates(NothingAhead):
         Raises:
             StoreError: The drive failed; some matrices are updated, others are not.
         """
-        self._is_cast = self._is_autocast()
         matrices = [one for one in self._matrices() if one.part not in self._early]
         # Sub-groups whose new momentum lies beside the old one already, in part.
         beside = dict.fromkeys(part.group for part in self._early)
@@ -371,7 +370,8 @@ class MuonUpdates(NothingAhead):
             StoreError: A write of new momentum failed. Nothing has changed.
             TornStepError: The last step ended half-way.
         """
-        if self._early and self._is_autocast():
+        self._is_cast = self._is_autocast()
+        if self._early and self._is_cast:
             early, reason = {}, reason or "it is made under torch.autocast"
         if reason:
             self._early.clear()

@@ -155,6 +155,15 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Begin a backward pass."""
         self.passes.begin_backward(super().enter_backward)
 
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """Put a gradient into a bucket once it is ready.
+
+        For one that is not, DeepSpeed may flush the bucket: ranks with other numbers of slices
+        would reduce other buckets.
+        """
+        if self.passes.slices is None or getattr(param, "ds_grad_is_ready", True):
+            super().reduce_ready_partitions_and_remove_grads(param)
+
     def independent_gradient_partition_epilogue(self) -> None:
         """End a backward pass."""
         self.passes.end_backward(self._reduce_rest)
@@ -184,6 +193,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.passes.check()
         with noting(self.attachment.failures):
             self.steps.step(partial(super().step, closure))
+        if self.passes.slices is not None:
+            self.passes.slices.step_count += 1
 
     def _partition_all_parameters(self) -> None:
         """Partition as DeepSpeed, and release shards that were read ahead and not used.

@@ -147,6 +147,9 @@ class BackwardPasses:
 class SlicedPass(Protocol):
     """The gradients of a pass in slices (memascend/deepspeed/slices/weights.py)."""
 
+    #: Steps so far.
+    step_count: int
+
     def drop(self) -> None:
         """Drop the sums of an aborted backward pass, and expect nothing of its graph."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.muon import uses_muon
 from memascend.deepspeed.optimizer.upstream import Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import WholeValues
 from memascend.deepspeed.stock.optimizer_swapper import (
@@ -106,7 +107,9 @@ class WholeSteps:
         self.current = Step()
 
     def update_matrices(self, original: Original) -> None:
-        """Make the updates of Muon's matrices as DeepSpeed."""
+        """Make the updates of Muon's matrices as DeepSpeed; an error in between tears the step."""
+        if any(map(uses_muon, self._upstream.params)):
+            self.current.note_updates()
         original()
 
     def prepare(self, number: int, original: Original) -> None:

@@ -46,6 +46,7 @@ class EngineSlices:
             self._module,
             Slicer(weights_of),
             slices_head=section.head,
+            step_count=lambda: self._gradients.step_count,
             note_count=self._agree if by_slice else lambda _: None,
         )
 

@@ -70,6 +70,8 @@ class PassGradients:
         self._late: dict[int, Any] = {}
         #: Slices of the rank with the most in this pass, if each is reduced.
         self.slice_count = 1
+        #: Steps so far.
+        self.step_count = 0
 
     def begin(self) -> None:
         """Begin a forward pass, in which no call was made yet.
@@ -87,7 +89,7 @@ class PassGradients:
         self._late = {id(param): param for param in self._shared}
         for param in self._shared:
             param.ds_grad_is_ready = False
-            self._widen(param)
+            self._reduction.widen_gradient(param)
 
     def drop(self) -> None:
         """Drop the sums of a backward pass that an error ended, and expect nothing of its graph.
@@ -101,19 +103,18 @@ class PassGradients:
     def weights_of(self, params: Sequence[Any]) -> CallWeights:
         """Return the weights of a call."""
         for param in params:
-            if self.trains(param):
-                self._widen(param)
-            if id(param) in self._seen and self.trains(param):
+            if not self.trains(param):
+                continue
+            is_late = id(param) in self._seen
+            if is_late:
                 self._late[id(param)] = param
                 param.ds_grad_is_ready = False
+            if is_late or self.sums is None:  # autograd adds up its gradient
+                self._reduction.widen_gradient(param)
             self._seen.add(id(param))
         weights = CallWeights(params, self, self._reduction, self._held)
         self._waiting.add(weights)
         return weights
-
-    def _widen(self, param: Any) -> None:
-        if self.sums is None:
-            self._reduction.widen_gradient(param)
 
     def trains(self, param: Any) -> bool:
         """Return whether DeepSpeed takes a parameter's gradient; not if it was frozen at first."""

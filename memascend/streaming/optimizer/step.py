@@ -32,7 +32,8 @@ class StepPhase(Enum):
     #: Gradients of matrices become updates, and their momentum moves on: neither can be done again.
     UPDATING = auto()
     SKIPPED = auto()  #: DeepSpeed does not make it: the norm is not finite. No weight has changed.
-    DECIDED = auto()  #: Updates, order and early tiles are chosen; no value has changed.
+    #: Updates, order and early tiles are chosen; no value has changed. Not after UPDATING.
+    DECIDED = auto()
     WALKING = auto()  #: Some values may be new and others old.
     DONE = auto()  #: Every value is new.
     TORN = auto()  #: A walk ended half-way, or a load has begun to replace values.
@@ -51,7 +52,7 @@ _FOLLOWING: Mapping[StepPhase, frozenset[StepPhase]] = {
     ),
     # To COLLECTING after a load, as from TORN.
     StepPhase.UPDATING: frozenset(
-        {StepPhase.SKIPPED, StepPhase.DECIDED, StepPhase.TORN, StepPhase.COLLECTING}
+        {StepPhase.SKIPPED, StepPhase.WALKING, StepPhase.TORN, StepPhase.COLLECTING}
     ),
     StepPhase.SKIPPED: frozenset({StepPhase.TORN}),
     StepPhase.DECIDED: frozenset({StepPhase.WALKING, StepPhase.TORN}),
@@ -121,9 +122,11 @@ class Step:
         Raises:
             TornStepError: As `check`.
         """
-        if self._phase is not StepPhase.UPDATING:
+        if self._phase is StepPhase.UPDATING:  # momentum has moved on
+            self._enter(StepPhase.WALKING)
+        else:
             self.check()
-        self._enter(StepPhase.DECIDED)
+            self._enter(StepPhase.DECIDED)
         self.order, self.early = order, early or {}
         self._due_count = len(order)
 
@@ -153,7 +156,7 @@ class Step:
 
     def note_failure(self) -> None:
         """Note that an error ends the walk; without effect if no value has changed."""
-        if self._phase is StepPhase.WALKING:
+        if self._phase in (StepPhase.UPDATING, StepPhase.WALKING):
             self._enter(StepPhase.TORN)
 
     def note_load(self) -> None:

@@ -422,6 +422,8 @@ class SubGroups:
         group = self._groups[name]
         for key, dtype in ((group.key(), group.low_bits.dtype), (group.high_key, HIGH_DTYPE)):
             make_anew(self.store, key, group.numel * dtype.itemsize)
+        if group.has_bits:  # the next step writes them, in parts
+            make_anew(self.store, group.key(FLAGS), group.stored_numel(FLAGS))
         if group.form is MasterForm.ROUNDED:
             group.become(MasterForm.EXACT)
         group.fills.pop(None, None)

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.base.interfaces import Device
+from memascend.config.block import MemAscendConfig
 from memascend.errors import StoreFullError
 from memascend.memory.guard import Guard
 from memascend.streaming.gradients.on_device import GradientsOnDevice
@@ -53,6 +54,28 @@ def test_what_waits_is_added_up_when_the_window_turns_out_to_be_over() -> None:
     assert optimizer.seen("0_1", 5030) == [0.0, 2 * 65793.0]
     norm = (30 * (2 * 65793.0) ** 2) ** 0.5
     assert optimizer.norms[1].item() == pytest.approx(norm)
+
+
+def test_sums_of_slices_have_more_bits_than_what_was_reduced_and_keep_them() -> None:
+    optimizer = Gradients(dtype=FP32)
+    section = {"micro_batches": {"count": 2, "reduction": "slice"}}
+    optimizer.runtime.config = MemAscendConfig.model_validate(section)
+    for micro_step in range(4):
+        optimizer.stage3.micro_step_id, optimizer.is_last = micro_step, micro_step == 3
+        optimizer.arrive(1, value=1.0 + 2.0**-12)
+    assert optimizer.seen("0_1", 5030) == [0.0, 4.0 + 2.0**-10]
+
+
+def test_a_window_ends_behind_the_walk_of_the_step_before() -> None:
+    """Else the walk would be taken for a step that ended half-way."""
+    optimizer = Gradients(dtype=FP32)
+    optimizer.is_last = False
+    optimizer.arrive(1, value=4.0)
+    calls: list[str] = []
+    optimizer.runtime.background.finish = lambda: calls.append("finish")
+    optimizer.steps.drop_ahead = lambda reason: calls.append("drop")
+    optimizer.path.end_window(stock_unused)
+    assert calls == ["finish", "drop"]
 
 
 @pytest.mark.parametrize("is_tiled", [True, False])

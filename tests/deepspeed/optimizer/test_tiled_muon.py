@@ -130,6 +130,16 @@ def test_an_end_between_the_updates_and_the_walk_is_torn(optimizer: Tiled) -> No
     assert_torn_until_a_load(optimizer)
 
 
+def test_a_walk_that_does_not_begin_tears_the_step(optimizer: Tiled) -> None:
+    """Momentum has moved on, though no weight has changed."""
+    start = optimizer.steps._stream.start
+    optimizer.steps._stream.start = lambda _: raise_interrupt()  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        step(optimizer)
+    optimizer.steps._stream.start = start  # type: ignore[method-assign]
+    assert_torn_until_a_load(optimizer)
+
+
 def assert_torn_until_a_load(optimizer: Tiled) -> None:
     with pytest.raises(TornStepError):
         step(optimizer)

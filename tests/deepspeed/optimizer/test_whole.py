@@ -313,3 +313,22 @@ def test_a_sub_group_in_memory_takes_tensors_there(optimizer: Whole) -> None:
     assert parameter.tolist() == [0.0, 1.0, 2.0]
     state = optimizer.base.state[parameter]["exp_avg"]
     assert (state.dtype, state.numel()) == (torch.bfloat16, 3)
+
+
+@pytest.mark.parametrize("uses_muon", [True, False])
+def test_an_end_among_updates_of_matrices_tears_the_step(uses_muon: bool) -> None:
+    """An update would be taken for a gradient by the next step."""
+    optimizer = Whole()
+    optimizer.stage3.fp16_groups = [[SimpleNamespace(use_muon=uses_muon)], []]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.steps.step(lambda: optimizer.steps.update_matrices(interrupt))
+    assert optimizer.steps.current.is_torn == uses_muon
+    if not uses_muon:
+        optimizer.steps.step(lambda: None)
+        return
+    with pytest.raises(TornStepError):
+        optimizer.steps.step(lambda: None)

@@ -25,6 +25,8 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "sliced_passes_program.py"
         (1, ["--without-number", "--leaves"]),
         (2, ["--by-slice", "--fails-in-forward"]),
         pytest.param(2, [], marks=pytest.mark.full),
+        # Gradients of layers share buckets.
+        pytest.param(2, ["--once"], marks=pytest.mark.full),
         pytest.param(2, ["--tied", "--by-slice"], marks=pytest.mark.full),
     ],
 )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
+from memascend.errors import StoreError
+from memascend.nvme.store import MemoryFaults
 from memascend.streaming.optimizer.low_bits import LowBits
 from memascend.streaming.optimizer.sub_group import FLAGS, MasterForm
 from tests.streaming.optimizer.test_halves import change_members, set_ties, ties
+from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import SIZES, Training, gradients
 
 MOMENTUM = {"momentum": torch.bfloat16}
@@ -118,3 +123,33 @@ def test_a_form_without_flags_moves_a_tie_by_its_last_place() -> None:
     one.groups.get(NAME, 11, found, state=None)
     moved = found.view(torch.int32) - ties(5000).view(torch.int32)
     assert sorted(moved.unique().tolist()) == [0, 1]
+
+
+def test_after_flags_could_not_be_written_a_load_is_enough() -> None:
+    """They are not loaded, and every step writes them in parts."""
+    faults = MemoryFaults()
+    one = training(split=True, store=memory_store(faults), tile_numel=4096)
+    expected = training(split=True, tile_numel=4096)
+    step(0)(one)
+
+    def failing(**values: Any) -> None:
+        fused(**values)
+        faults.gone = errno.EROFS
+
+    with pytest.raises(StoreError):
+        step(1, failing)(one)
+    faults.gone = 0
+    with suppress(StoreError):
+        one.stream.drain()
+    one.groups.begin_load()
+    for each in (one, expected):
+        for name, numel in SIZES.items():
+            each.load(name, None, ties(5000).repeat(5)[:numel].contiguous())
+            each.load(name, "momentum", torch.zeros(numel))
+            each.stream.drain()
+    one.current.mend()
+    for number in (2, 3):
+        for each in (one, expected):
+            step(number)(each)
+    for name in SIZES:
+        assert torch.equal(one.master(name), expected.master(name)), name

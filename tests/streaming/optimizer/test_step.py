@@ -137,14 +137,20 @@ def test_a_following_step_has_no_gradients_and_the_order_of_the_last_one(phase: 
     assert following.order == NAMES
 
 
-def test_updates_of_matrices_are_torn_until_the_step_is_decided_or_skipped() -> None:
+def test_updates_of_matrices_are_torn_until_the_walk_is_over_or_the_step_is_skipped() -> None:
     """Momentum has moved on, and an update stands where a gradient was."""
     step = updating()
     assert step.is_torn
     with pytest.raises(TornStepError):
         step.note_updates()
     step.decide(NAMES)
+    assert step.phase is StepPhase.WALKING
+    for _ in NAMES:
+        step.note_stepped()
     assert not step.is_torn
+    step = updating()
+    step.note_failure()
+    assert step.phase is StepPhase.TORN
     step = updating()
     step.skip()
     assert step.following().phase is StepPhase.COLLECTING
