@@ -226,7 +226,8 @@ def test_an_example_tells_how_to_run_it(name: str) -> None:
     assert f"| `{toy_of(name)}` |" in row
     # Not the few of a toy, nor its checkpoints.
     assert re.search(r"`--model \S+ [^`]*--max_steps \d{4}` \|$", row)
-    assert ("save_steps" in script) == bool(re.search(r"--save_steps \d{3}\b", row))
+    saves = "save_steps" in script or "--save_strategy steps" in row
+    assert saves == bool(re.search(r"--save_steps \d{3}\b", row))
 
 
 def test_there_is_an_example_of_each_kind() -> None:

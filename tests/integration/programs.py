@@ -122,7 +122,7 @@ def program_environment() -> dict[str, str]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
     programs = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
-    fixed = {"PATH": os.pathsep.join(programs), "MKL_CBWR": "COMPATIBLE"}
+    fixed = {"PATH": os.pathsep.join(programs), "MKL_CBWR": "AVX2,STRICT"}
     return defaults | inherited | fixed
 
 

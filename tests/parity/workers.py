@@ -371,7 +371,7 @@ def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        "MKL_CBWR": "COMPATIBLE",
+        "MKL_CBWR": "AVX2,STRICT",
         **HEAP,
         "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
         "PATH": os.pathsep.join(filter(None, programs)),
