@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices by way of fp32, for ranks that train on a CPU.
+"""Products of 16-bit matrices by way of fp32, for all that tests train on a CPU.
 
 Many CPUs cannot multiply in 16 bits: bf16 needs AVX-512. torch's loops that stand for it do a
 hundredth of the operations of fp32 in a second.
