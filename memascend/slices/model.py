@@ -32,8 +32,8 @@ from memascend.slices.routers import are_collected
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
 #: Inputs that have the batch first, the first one counts.
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
-#: Settings with which transformers collects values from inside of layers.
 _ROUTERS = "output_router_logits"
+#: Settings with which transformers collects values from inside of layers.
 _RECORDING = ("output_attentions", _ROUTERS)
 _NO_LAYERS = (
     "none of its layers is checkpointed. fix: turn activation checkpointing on "

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.config.block import parse_block
+from memascend.config.block import MemAscendConfig, parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.optimizer import choice as streams
 from memascend.errors import ConfigError
 
@@ -167,3 +169,20 @@ def test_master_weights_in_16_bits_are_refused_with_muon() -> None:
     narrow = with_muon(bf16_master_weights_and_gradients=True)
     with pytest.raises(ConfigError, match=r"bf16_master_weights_and_grads .*Muon needs master"):
         streams.choose_streams(parse_block({}), narrow)
+
+
+@pytest.mark.parametrize("reduction", ["pass", "slice"])
+def test_a_torch_that_adds_up_in_16_bits_cannot_have_slices_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, reduction: str
+) -> None:
+    section = {"micro_batches": {"count": 2, "reduction": reduction}}
+    config = MemAscendConfig.model_validate(section)
+    dtypes = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    settings = parse_deepspeed(dtypes | {"zero_optimization": {"stage": 3}})
+    wide = {"communication_data_type": torch.float32}
+    assert streams.reduction_of_sums(config, settings) == (wide if reduction == "pass" else {})
+    older = SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.5.0")
+    monkeypatch.setattr(streams, "torch", older)
+    with pytest.raises(ConfigError, match=r"torch 2\.5\.0 is installed"):
+        streams.reduction_of_sums(config, settings)
+    assert streams.reduction_of_sums(MemAscendConfig(), settings) == {}
