@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from memascend.errors import GradientGoneError
+from memascend.errors import GradientGoneError, StoreError
+from memascend.nvme.store import MemoryFaults
+from memascend.streaming.optimizer.sub_group_step import early_key
 from tests.support.early_optimizer import (
     TILES,
     all_early,
@@ -235,4 +238,24 @@ def test_a_backward_pass_that_an_error_has_left_may_come_again_in_another_order(
         optimizer.steps.restart()  # as the next forward pass has it
         train(optimizer, range(2, 3))
     assert early.steps.early_tile_count == TILES
+    assert_equal(early, late)
+
+
+def test_second_values_that_could_not_be_written_are_made_anew_after_a_load() -> None:
+    """A write of a walk that tore the step: the key stays unreadable until it is created again."""
+    faults = MemoryFaults()
+    early, late = make(faults=faults), make(early=False)
+    for optimizer in (early, late):
+        train(optimizer, range(3))
+    key = early_key(f"state.{NAMES[1]}.exp_avg")
+    faults.gone = errno.EROFS
+    with pytest.raises(StoreError):
+        early.runtime.store.write(key=key, source=torch.zeros(128), offset_bytes=0).wait()
+    faults.gone = 0
+    early.steps.restart()
+    early.steps.current.note_change()  # the walk ends half-way, with the values of before
+    early.steps.begin_load()
+    early.steps.mend()
+    for optimizer in (early, late):
+        train(optimizer, range(3, 6))
     assert_equal(early, late)
