@@ -132,5 +132,5 @@ def test_an_older_release_trains_as_its_own_cpu_offload(
     printed = capfd.readouterr().out
     assert status == 0, printed
     [passed] = re.findall(r"^(\d+) passed, \d+ deselected", printed, re.M)
-    assert int(passed) == script.SMOKE.count("(") + 1
+    assert int(passed) == script.SMOKE.count(" or ") + 1
     assert not (tmp_path / f"{release}-smoke" / "operators").exists(), "it compiled"

@@ -29,6 +29,7 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
         def run() -> Any:
             if attachment_of_optimizer(self.optimizer) is not None:
+                stop_timers(self)
                 self.optimizer.check_values()  # its parameters may be in memory
                 begin_forward(self.optimizer)
             with (
@@ -42,6 +43,18 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return repeating(self, run)
 
     return forward
+
+
+def stop_timers(engine: Any) -> None:
+    """Stop the timers that a pass or step which an error has ended left running.
+
+    DeepSpeed has them with `wall_clock_breakdown`. Their next start would be an AssertionError, so
+    that no step could be tried again.
+    """
+    for name in engine.engine_timers.active_timers():
+        timer = engine.timers(name)
+        if timer.started_:
+            timer.stop()
 
 
 def _noting(engine: Any) -> AbstractContextManager[None]:

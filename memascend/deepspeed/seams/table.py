@@ -238,6 +238,7 @@ ENGINE_ATTRIBUTES = (
     "_config",
     "checkpoint_engine",
     "checkpoint_mp_rank",
+    "engine_timers",
     "global_rank",
     "has_moe_layers",
     "local_rank",
@@ -246,6 +247,7 @@ ENGINE_ATTRIBUTES = (
     "mp_world_size",
     "mpu",
     "seq_dp_world_size",
+    "timers",
 )
 CONFIG_ATTRIBUTES = ("_param_dict",)
 PARAMETER_ATTRIBUTES = (
@@ -364,6 +366,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.torch_autocast", "is_autocast_initialized"),
     ("deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS"),
     ("deepspeed.utils", "z3_leaf_module"),
+    (_ENGINE, "EngineTimers.active_timers"),
+    ("deepspeed.utils.timer", "SynchronizedWallClockTimer.Timer"),
     (f"{_ZERO}.utils", "get_norm_dtype"),
     (f"{_ZERO}.offload_config", "OffloadDeviceEnum"),
     (f"{_ZERO}.offload_config", "DeepSpeedZeroOffloadOptimizerConfig.set_pipeline"),

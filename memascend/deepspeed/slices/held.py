@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import z3_leaf_module
 from torch import nn
+
+from memascend.errors import ConfigError
 
 #: Releases a parameter; DeepSpeed's own method.
 Release = Callable[..., None]
@@ -53,22 +57,50 @@ class HeldParameters:
         return True
 
     def hides(self, module: nn.Module) -> bool:
-        """Return whether DeepSpeed has fetched a module in the first slice, and keeps it."""
+        """Return whether DeepSpeed has fetched a module in the first slice, and keeps it.
+
+        Raises:
+            ConfigError: Several ranks would gather it in a later slice, perhaps not all of them.
+        """
         if self._held is None:
             return False
         if self._number > 0 and module.ds_id in self._kept:
             return True
-        params = parameter_offload.iter_params(module, recurse=z3_leaf_module(module))
+        params = list(parameter_offload.iter_params(module, recurse=z3_leaf_module(module)))
         others = [param for param in params if id(param) not in self._held]
         if any(param.requires_grad for param in others):
             self._others.add(type(module).__name__)
         if self._number == 0 and not others:
             self._kept.add(module.ds_id)
+        if self._number > 0 and not others:
+            _refuse_late_gather(module, params)
         return False
 
     def others(self) -> set[str]:
         """Return the classes of modules that ran with trained parameters that are not held."""
         return self._others
+
+
+def _refuse_late_gather(module: nn.Module, params: list[Any]) -> None:
+    """Raise ConfigError if ranks were to gather a module that the first slice did not use.
+
+    Other ranks may have met it in another slice. They would gather other weights at this moment.
+    """
+    if not any(
+        param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        and dist.get_world_size(group=param.ds_process_group) > 1
+        for param in params
+    ):
+        return
+    stack = [type(one).__name__ for one in (*parameter_offload.FWD_MODULE_STACK, module)]
+    raise ConfigError(
+        f"slices of the batch: {stack[-1]} (in {' > '.join(stack[:-1])}) is used in a later slice "
+        "and not in the first one. Several ranks gather weights together, and another rank may use "
+        "it in another slice. likely cause: experts in a list that is not a leaf module. fix: name "
+        'the class of the block that has them in "zero_optimization": {"leaf_module": {"classes": '
+        "[...]}}, or call deepspeed.utils.set_z3_leaf_modules(model, [...]) before "
+        "deepspeed.initialize; or leave memascend.micro_batches out"
+    )
 
 
 #: DeepSpeed's hooks have no object of ours at hand.

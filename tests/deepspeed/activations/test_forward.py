@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 import torch
+from deepspeed.runtime.engine import EngineTimers
+from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 from memascend.deepspeed.activations import forward as module
 from memascend.deepspeed.attach import attachment as attaching
@@ -44,6 +46,8 @@ class Engine:
         self.module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         self.module.register_buffer("mask", torch.ones(64, 64))
         self.seen: list[object] = []
+        self.engine_timers = EngineTimers(enable_micro_timers=True, enable_global_timers=True)
+        self.timers = SynchronizedWallClockTimer()
 
     def forward(self, hidden: torch.Tensor, *, scale: float) -> torch.Tensor:
         self.seen.append(module.current.get())
@@ -99,6 +103,19 @@ def test_an_evaluation_is_told_from_a_pass_of_a_step(
     with torch.set_grad_enabled(has_gradient):
         run(engine)
     assert begun == [{"trains": expected, "was_left": True}]
+
+
+def test_timers_that_a_failed_pass_left_running_can_be_started_again() -> None:
+    engine = Engine(ours(Attachment(enabled=False)))
+    *stopped, running = engine.engine_timers.active_timers()
+    for name in (*stopped, running):
+        engine.timers(name).start()
+    for name in stopped:
+        engine.timers(name).stop()
+    run(engine)
+    for name in (*stopped, running):
+        assert len(engine.timers(name).event_timers) == 1
+        engine.timers(name).start()
 
 
 def test_no_pass_begins_with_values_of_two_steps() -> None:

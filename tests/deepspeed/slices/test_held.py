@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from memascend.errors import ConfigError
+
 pytestmark = pytest.mark.deepspeed
 
 
@@ -13,6 +15,8 @@ class Parameter:
     """A parameter as DeepSpeed knows it."""
 
     requires_grad = True
+    ds_process_group = None
+    ds_status: Any = None
 
 
 class Module:
@@ -29,10 +33,14 @@ class Module:
 
 
 @pytest.fixture
-def held() -> Any:
-    from memascend.deepspeed.slices.held import HeldParameters
+def held(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from memascend.deepspeed.slices import held as file
 
-    return HeldParameters()
+    monkeypatch.setattr(file, "z3_leaf_module", lambda module: False)
+    monkeypatch.setattr(
+        file.parameter_offload, "iter_params", lambda module, recurse: module.parameters()
+    )
+    return file.HeldParameters()
 
 
 def test_releases_wait_for_the_end(held: Any) -> None:
@@ -50,15 +58,7 @@ def test_releases_wait_for_the_end(held: Any) -> None:
     assert not held.keeps(release, "coordinator", mine)
 
 
-def test_modules_of_the_first_slice_are_hidden_in_later_ones(
-    held: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from memascend.deepspeed.slices import held as file
-
-    monkeypatch.setattr(file, "z3_leaf_module", lambda module: False)
-    monkeypatch.setattr(
-        file.parameter_offload, "iter_params", lambda module, recurse: module.parameters()
-    )
+def test_modules_of_the_first_slice_are_hidden_in_later_ones(held: Any) -> None:
     mine, other = Parameter(), Parameter()
     first, late, outside = Module(1, mine), Module(2, mine), Module(3, mine, other)
     assert not held.hides(first)
@@ -76,3 +76,27 @@ def test_modules_of_the_first_slice_are_hidden_in_later_ones(
             assert not held.hides(first)
         assert held.hides(first)
     assert not held.hides(first)
+
+
+@pytest.mark.parametrize(
+    ("world", "status", "is_refused"),
+    [(2, "NOT_AVAILABLE", True), (1, "NOT_AVAILABLE", False), (2, "AVAILABLE", False)],
+)
+def test_several_ranks_gather_nothing_in_later_slices(
+    held: Any, monkeypatch: pytest.MonkeyPatch, world: int, status: str, is_refused: bool
+) -> None:
+    from memascend.deepspeed.slices import held as file
+
+    monkeypatch.setattr(file.dist, "get_world_size", lambda group: world)
+    monkeypatch.setattr(file.parameter_offload, "FWD_MODULE_STACK", [held, []])
+    first, late = Parameter(), Parameter()
+    late.ds_status = file.ZeroParamStatus[status]
+    with held.holding([first, late]) as begin_slice:
+        begin_slice(0)
+        assert not held.hides(Module(1, first))
+        begin_slice(1)
+        if not is_refused:
+            assert not held.hides(Module(2, late))
+            return
+        with pytest.raises(ConfigError, match=r"Module \(in HeldParameters > list\).*leaf_module"):
+            held.hides(Module(2, late))
