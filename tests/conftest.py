@@ -135,7 +135,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if hasattr(session.config, "workerinput"):  # one of several processes: others still run tests
+    # One of several processes, or started by a test of one: others still run tests.
+    if hasattr(session.config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ:
         return
     if set(shared_memory()) - session.config.stash[SHARED_MEMORY_BEFORE]:
         time.sleep(STARTING_S)  # some may be of ranks that another run starts right now
