@@ -34,7 +34,7 @@ from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.cli.config_check import check_file
 from memascend.cli.plan_time import describe_rates, measured_rates
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
-from memascend.config.installed import ABILITIES, is_able
+from memascend.config.installed import ABILITIES, HOST_BUILDERS, is_able
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.compare import compare
 from memascend.deepspeed.seams.fingerprints import VERSIONS
@@ -59,6 +59,10 @@ FREE_BYTES_COMFORTABLE = 20 * GIB
 #: Training frameworks that have a recipe or an example, by their distributions.
 FRAMEWORKS = ("accelerate", "trl", "llamafactory", "ms-swift", "axolotl", "openrlhf")
 
+_TOOLKIT_FIX = (
+    "set CUDA_HOME to a CUDA toolkit of torch's release, or install DeepSpeed "
+    f"{HOST_BUILDERS.since}, which needs none, if your framework takes it"
+)
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux has added it to
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -155,7 +159,8 @@ def _deepspeed() -> Check:
             compared = compare()
     except Exception as error:
         found = f"{check.found} cannot be imported: {error}"
-        return Check("deepspeed", "problem", found, f"pip install 'deepspeed{RANGE}'")
+        fix = _TOOLKIT_FIX if "CUDA_HOME" in str(error) else f"pip install 'deepspeed{RANGE}'"
+        return Check("deepspeed", "problem", found, fix)
     if compared.differing:
         found = f"{check.found} is refused: {len(compared.differing)} definitions differ"
         return Check("deepspeed", "problem", found, advice(check.found))
@@ -290,10 +295,24 @@ def _compiler() -> Check:
         lacking.append("a C++ compiler")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         lacking.append("Python's headers")
+    fixes = ["apt-get install g++ python3-dev"] if lacking else []
+    if not is_able(HOST_BUILDERS) and _lacks_toolkit():
+        lacking.append("the CUDA toolkit")
+        fixes.append(_TOOLKIT_FIX)
     if not lacking:
         return Check("compiler", "ok", "DeepSpeed can build its operators, once, in some minutes")
     found = f"{' and '.join(lacking)} missing: a run fails where DeepSpeed has to build operators"
-    return Check("compiler", "note", found, "apt-get install g++ python3-dev")
+    return Check("compiler", "note", found, "; ".join(fixes))
+
+
+def _lacks_toolkit() -> bool:
+    """Return whether torch is one for CUDA and finds no toolkit, as it does for DeepSpeed."""
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except Exception:  # another check says so
+        return False
+    return torch.version.cuda is not None and cpp_extension.CUDA_HOME is None
 
 
 def _libaio() -> Check:

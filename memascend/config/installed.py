@@ -67,6 +67,12 @@ KEPT_POWERS = Ability(
     "if (step == _step + 1)",
     "0.19.0",
 )
+HOST_BUILDERS = Ability(
+    "building its CPU optimizers on a machine with a GPU without the CUDA toolkit",
+    "accelerator/cuda_accelerator.py",
+    "cpu_op_builder_module =",
+    "0.19.8",
+)
 ABILITIES = (INNER_PASSES, MUON, KEPT_POWERS, CHECKPOINT_INPUTS, WHOLE_STEPS, MUON_BY_MATRIX)
 
 

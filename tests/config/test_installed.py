@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memascend.config import installed
-from memascend.config.installed import ABILITIES, Ability, is_able
+from memascend.config.installed import ABILITIES, HOST_BUILDERS, Ability, is_able
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "deepspeed"
 
 
-@pytest.mark.parametrize("ability", ABILITIES)
+@pytest.mark.parametrize("ability", [*ABILITIES, HOST_BUILDERS])
 def test_an_ability_is_a_name_in_deepspeeds_files(ability: Ability, release: Path) -> None:
     assert not is_able(ability)
     file = release / ability.file
@@ -41,4 +41,4 @@ def test_without_deepspeed_nothing_is_known_to_be_lacking(monkeypatch: pytest.Mo
 def test_the_newest_release_has_every_ability() -> None:
     pytest.importorskip("deepspeed")
     assert installed._folder() is not None
-    assert all(map(is_able, ABILITIES))
+    assert all(map(is_able, [*ABILITIES, HOST_BUILDERS]))

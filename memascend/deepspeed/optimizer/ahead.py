@@ -67,8 +67,8 @@ _HYPERPARAMETERS = (
 WATCHED_COUNT = 2
 
 
-class NothingAhead:
-    """No work ahead: before there are tiles, and after they are gone."""
+class WorkAhead:
+    """The calls that work ahead of a step gets. There is none before there are tiles, or here."""
 
     def bypass_of(self, step: Step, name: str, offset: int) -> DriveBypass | None:
         """Return None: gradients go to the drive."""
@@ -110,7 +110,7 @@ class NothingAhead:
         """Do nothing."""
 
 
-class AfterBackward(NothingAhead):
+class AfterBackward(WorkAhead):
     """All tiles are stepped after backward; the first ones are read during backward."""
 
     def __init__(self, stream: OptimizerStream) -> None:
@@ -119,7 +119,7 @@ class AfterBackward(NothingAhead):
 
     def note_final(self, step: Step, name: str, offset: int) -> None:
         """Read the first tiles of the step, in the order of the last one."""
-        if not step.is_torn:
+        if not step.is_mixed:
             self._stream.prefetch(step.order)
 
     def drop(self, step: Step, reason: str) -> None:
@@ -138,7 +138,7 @@ class DuringBackward:
         fused: FusedAdam | FusedMuon,
         overlaps: Callable[[], bool],
         turn_off: Callable[[], None],
-        after_backward: NothingAhead,
+        after_backward: WorkAhead,
         worth: Worth | None = None,
     ) -> None:
         """Start without a gradient.
@@ -212,7 +212,7 @@ class DuringBackward:
         may_begin = not self._is_watched if self._guess is None else self._guess.wants()
         # A limit of the norm that a script set behind the start.
         is_clipped = isinstance(self._fused, FusedMuon) and self._upstream.norm_max > 0
-        return may_begin and not is_clipped and not step.is_torn
+        return may_begin and not is_clipped and not step.is_mixed
 
     def note_look(self) -> None:
         """Note that the script reads a gradient: an early step would have consumed it."""
@@ -222,7 +222,7 @@ class DuringBackward:
     def drop(self, step: Step, reason: str) -> None:
         """Discard early steps: one of their inputs is about to change."""
         self._after_backward.drop(step, reason)
-        if step.is_torn:  # a write of second values may have failed in the walk
+        if step.is_mixed:  # a write of second values may have failed in the walk
             self._tiles.has_failed = True
         if not step.basis:
             return  # no gradient of the step has arrived
@@ -436,7 +436,7 @@ class DuringBackward:
 
 
 #: Work ahead of a step; its methods take the step that collects gradients.
-AheadOfStep = NothingAhead | DuringBackward
+AheadOfStep = WorkAhead | DuringBackward
 
 
 def gradient_ranges(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:

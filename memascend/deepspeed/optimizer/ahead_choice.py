@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from deepspeed import comm as dist
 
-from memascend.deepspeed.optimizer.ahead import KEY, AheadOfStep, DuringBackward, NothingAhead
+from memascend.deepspeed.optimizer.ahead import KEY, AheadOfStep, DuringBackward, WorkAhead
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
 from memascend.deepspeed.optimizer.fused_muon import FusedMuon
 from memascend.deepspeed.optimizer.upstream import Upstream
@@ -30,7 +30,7 @@ def work_ahead(
     streams_gradients: bool,
     overlaps: Callable[[], bool],
     turn_off: Callable[[], None],
-    after_backward: NothingAhead,
+    after_backward: WorkAhead,
 ) -> AheadOfStep:
     """Return early steps if they are configured and this optimizer allows them.
 

@@ -29,7 +29,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.deepspeed.older_releases import norm_dtype
-from memascend.deepspeed.optimizer.ahead import AfterBackward, NothingAhead, check_gradients
+from memascend.deepspeed.optimizer.ahead import AfterBackward, WorkAhead, check_gradients
 from memascend.deepspeed.optimizer.applying import Applying
 from memascend.deepspeed.optimizer.fused_muon import update_of
 from memascend.deepspeed.optimizer.upstream import Upstream
@@ -65,7 +65,7 @@ class _Made(NamedTuple):
 _Pair = tuple[_Matrix, _Matrix | None]
 
 
-class MuonUpdates(NothingAhead):
+class MuonUpdates(WorkAhead):
     """The updates of one optimizer's matrices, some of which are applied ahead of the walk."""
 
     def __init__(
@@ -422,7 +422,7 @@ class MuonUpdates(NothingAhead):
     def drop(self, step: Step, reason: str) -> None:
         """Drop tiles that were read; after a torn step no update can be made again."""
         self._after_backward.drop(step, reason)
-        if step.is_torn:
+        if step.is_mixed:
             for part in self._options:
                 self._stream.note_lost(part)
 

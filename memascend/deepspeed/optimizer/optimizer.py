@@ -194,7 +194,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         with noting(self.attachment.failures):
             self.steps.step(partial(super().step, closure))
         if self.passes.slices is not None:
-            self.passes.slices.step_count += 1
+            self.passes.slices.note_step()
 
     def _partition_all_parameters(self) -> None:
         """Partition as DeepSpeed, and release shards that were read ahead and not used.

@@ -147,8 +147,8 @@ class BackwardPasses:
 class SlicedPass(Protocol):
     """The gradients of a pass in slices (memascend/deepspeed/slices/weights.py)."""
 
-    #: Steps so far.
-    step_count: int
+    def note_step(self) -> None:
+        """Note that weights have changed."""
 
     def drop(self) -> None:
         """Drop the sums of an aborted backward pass, and expect nothing of its graph."""

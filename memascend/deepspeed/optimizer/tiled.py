@@ -26,7 +26,7 @@ from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.ahead import (
     AfterBackward,
     AheadOfStep,
-    NothingAhead,
+    WorkAhead,
     check_gradients,
 )
 from memascend.deepspeed.optimizer.ahead_choice import work_ahead
@@ -87,7 +87,7 @@ class TiledSteps:
         self.values = TiledValues(upstream, attach, self)
         self._fused: FusedAdam | FusedMuon | OwnSteps = OwnSteps()
         # Work ahead of the coming step: tiles are stepped during backward, or only read.
-        self._ahead: AheadOfStep = NothingAhead()
+        self._ahead: AheadOfStep = WorkAhead()
         self._masters: MasterWeights | None = None
         self._muon: MuonUpdates | None = None  # of matrices, if it is DeepSpeed's Muon
 
@@ -159,7 +159,7 @@ class TiledSteps:
             groups=stream.groups, gradient_stream=runtime.gradients, lock=runtime.lock
         )
 
-    def _after_backward(self) -> NothingAhead:
+    def _after_backward(self) -> WorkAhead:
         return self._muon or AfterBackward(self._stream)
 
     def _turn_off(self) -> None:
@@ -193,7 +193,7 @@ class TiledSteps:
         self._ahead.discard()
         self._stream.drop_prefetched()
         self.masters.discard()
-        self._ahead = NothingAhead()
+        self._ahead = WorkAhead()
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class TiledSteps:
 
     def _call_at_rest(self, action: Callable[[], object]) -> None:
         self._stream.drain()
-        if self.current.is_torn:
+        if self.current.is_mixed:
             self._groups.begin_load()  # only that mends it: there is nothing to keep
         action()
 

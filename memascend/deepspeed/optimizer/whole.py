@@ -194,7 +194,7 @@ class WholeSteps:
         Raises:
             TornStepError: The last step or load ended half-way.
         """
-        if self.current.is_torn:
+        if self.current.is_mixed:
             raise TornStepError(
                 "cannot load a checkpoint after half an optimizer step: without "
                 "streaming.optimizer DeepSpeed's buffers of that step are not freed. fix: restart "

@@ -91,6 +91,10 @@ class PassGradients:
             param.ds_grad_is_ready = False
             self._reduction.widen_gradient(param)
 
+    def note_step(self) -> None:
+        """Note that weights have changed."""
+        self.step_count += 1
+
     def drop(self) -> None:
         """Drop the sums of a backward pass that an error ended, and expect nothing of its graph.
 

@@ -99,8 +99,8 @@ class Step:
         return self._phase
 
     @property
-    def is_torn(self) -> bool:
-        """Whether some values are new and others old; during a walk this is no error."""
+    def is_mixed(self) -> bool:
+        """Whether some values are new and others old: in a walk, and for good in a torn step."""
         return self._phase in (StepPhase.UPDATING, StepPhase.WALKING, StepPhase.TORN)
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class Step:
         Raises:
             TornStepError: An error or an interrupt ended a walk, or a load, half-way.
         """
-        if self.is_torn:
+        if self.is_mixed:
             raise TornStepError(
                 "the last optimizer step or load ended half-way, so some weights have new values "
                 "and others old ones. cause: the error that was raised then. fix: load a "
@@ -166,7 +166,7 @@ class Step:
 
     def mend(self) -> None:
         """Note that all values belong to one step again; no effect if they did."""
-        if self.is_torn:
+        if self.is_mixed:
             self._enter(StepPhase.COLLECTING)
 
     def drop_collected(self) -> None:
@@ -176,7 +176,7 @@ class Step:
 
     def following(self) -> Step:
         """Return the step that comes next: this one if it is torn, or still walks."""
-        if self.is_torn:
+        if self.is_mixed:
             self.drop_collected()
             return self
         return Step(self.order)

@@ -100,9 +100,9 @@ def test_half_of_a_load_is_half_of_a_step(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(frozen, "_fill", fail)
         with pytest.raises(StoreError):
             frozen._restore(engine, every, files)
-    assert step.is_torn
+    assert step.is_mixed
     frozen._restore(engine, every, files)
-    assert not step.is_torn
+    assert not step.is_mixed
 
 
 def fail(*_: object) -> None:

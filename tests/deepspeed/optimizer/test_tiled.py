@@ -333,7 +333,7 @@ def test_what_failed_before_a_load_does_not_matter(
 
     monkeypatch.setattr(optimizer.stream, "drain", fail)
     optimizer.steps.begin_load()
-    assert optimizer.steps.current.is_torn
+    assert optimizer.steps.current.is_mixed
 
 
 # -- construction and the end --------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_a_load_takes_over_whatever_the_walk_failed_with(
     monkeypatch.setattr(optimizer.stream, "_write_back", fail)
     step(optimizer, 0)
     optimizer.steps.begin_load()
-    assert optimizer.steps.current.is_torn
+    assert optimizer.steps.current.is_mixed
     assert not optimizer.runtime.background.is_under_way
 
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed.optimizer.ahead import NothingAhead
+from memascend.deepspeed.optimizer.ahead import WorkAhead
 from memascend.errors import StoreError, TornStepError
 from memascend.plan.optimizers import MOMENTUM
 from memascend.streaming.optimizer.step import StepPhase
@@ -94,7 +94,7 @@ def test_results_of_backward_are_compared_before_the_first_step_makes_states(
     """Else a count of steps that begins would be a change between backward and step()."""
     found = []
 
-    class Ahead(NothingAhead):
+    class Ahead(WorkAhead):
         def take_results(self, step: Any) -> tuple[dict[str, frozenset[int]], str]:
             found.append(dict(optimizer.groups.group(NAMES[0]).states))
             return {}, ""

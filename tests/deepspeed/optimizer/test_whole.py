@@ -125,7 +125,7 @@ def test_a_whole_step_leaves_values_that_belong_together(optimizer: Whole) -> No
     def step() -> None:
         for sub_group in range(2):
             optimizer.steps.step_sub_group(sub_group, optimizer.stock(sub_group))
-            assert optimizer.steps.current.is_torn
+            assert optimizer.steps.current.is_mixed
 
     optimizer.steps.step(step)
     optimizer.steps.step(step)
@@ -326,7 +326,7 @@ def test_an_end_among_updates_of_matrices_tears_the_step(uses_muon: bool) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         optimizer.steps.step(lambda: optimizer.steps.update_matrices(interrupt))
-    assert optimizer.steps.current.is_torn == uses_muon
+    assert optimizer.steps.current.is_mixed == uses_muon
     if not uses_muon:
         optimizer.steps.step(lambda: None)
         return

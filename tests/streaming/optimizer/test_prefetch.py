@@ -180,7 +180,7 @@ def test_an_error_of_the_drive_is_the_steps_and_of_nothing_behind_it(
     monkeypatch.undo()
     with pytest.raises(StoreError, match="the drive is gone"):
         made.step(gradients(1, BF16), 0.5)
-    assert not made.current.is_torn
+    assert not made.current.is_mixed
     assert_serves(made)
 
 

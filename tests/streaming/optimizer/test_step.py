@@ -87,9 +87,9 @@ def test_integrity_is_lost_by_a_change_and_found_with_the_last_sub_group() -> No
     step = decided()
     for is_torn in (True, False):
         step.note_change()
-        assert step.is_torn
+        assert step.is_mixed
         step.note_stepped()
-        assert step.is_torn == is_torn
+        assert step.is_mixed == is_torn
     step = step.following()
     step.note_change()
     with pytest.raises(TornStepError):
@@ -140,14 +140,14 @@ def test_a_following_step_has_no_gradients_and_the_order_of_the_last_one(phase: 
 def test_updates_of_matrices_are_torn_until_the_walk_is_over_or_the_step_is_skipped() -> None:
     """Momentum has moved on, and an update stands where a gradient was."""
     step = updating()
-    assert step.is_torn
+    assert step.is_mixed
     with pytest.raises(TornStepError):
         step.note_updates()
     step.decide(NAMES)
     assert step.phase is StepPhase.WALKING
     for _ in NAMES:
         step.note_stepped()
-    assert not step.is_torn
+    assert not step.is_mixed
     step = updating()
     step.note_failure()
     assert step.phase is StepPhase.TORN

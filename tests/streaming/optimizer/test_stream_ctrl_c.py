@@ -54,7 +54,7 @@ def test_after_ctrl_c_in_a_step_it_was_made_or_not_or_a_load_is_asked_for(
 
     for places in interruptions(make, stride):
         made = box[0]
-        if made.current.is_torn:
+        if made.current.is_mixed:
             outcomes.add("half")
             with pytest.raises(TornStepError, match="load a checkpoint"):
                 made.step(GRADIENTS, 1.0)
