@@ -51,7 +51,7 @@ from memascend.plan.second_values import (
 from memascend.system.gpus import list_gpus
 from memascend.system.memory import memory_total
 
-BILLION, TERABYTE = 10**9, 10**12
+GB, BILLION, TERABYTE = 10**9, 10**9, 10**12
 WEAR_STEPS = 1000
 #: The endurance that makers state for common consumer drives of 2 TB, in bytes.
 RATED_BYTES = 1200 * TERABYTE
@@ -328,7 +328,10 @@ def _wear(answer: Answer) -> str:
     terabytes = WEAR_STEPS * answer.written_bytes / TERABYTE
     rated = f"the {answer.rated_bytes / TERABYTE:,.0f} TB that "
     rated += "wear.endurance states" if answer.is_stated else "a 2 TB drive is often rated for"
-    return f"{WEAR_STEPS} steps write {terabytes:,.3g} TB, {answer.rated_share:.0%} of {rated}"
+    text = f"{WEAR_STEPS} steps write {terabytes:,.3g} TB, {answer.rated_share:.0%} of {rated}"
+    if answer.tokens is None:
+        return text
+    return f"{text}; {1e6 * answer.written_bytes / answer.tokens / GB:,.0f} GB per million tokens"
 
 
 def training_of(accounts: Accounts, args: argparse.Namespace) -> Training:

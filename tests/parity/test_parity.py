@@ -309,3 +309,8 @@ def test_matrix_holds_every_possible_pair() -> None:
     rows = matrix.covering_rows()
     for (one, one_value), (other, other_value) in matrix.possible_pairs():
         assert any(row[one] == one_value and row[other] == other_value for row in rows)
+
+
+def test_every_case_of_muon_that_repeats_others_exists() -> None:
+    cases = [*muon.muon_cases(), *muon.muon_early_cases()]
+    assert {case.name for case in cases} >= muon.REPEATED
