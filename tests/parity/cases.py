@@ -117,6 +117,8 @@ class Case:
     engine: str | None = None  # None leaves the key out, which means automatic
     volumes: tuple[str, ...] = ()  # weights of as many directories; () leaves the key out
     verify: str = ""  # "" leaves the key out
+    #: Others say nearly the same: only in `make test-device`. No part of the training.
+    repeats: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         unknown = set(self.sections) - set(SECTIONS)
@@ -134,7 +136,11 @@ class Case:
         words = [f"{self.family}-{self.dtype}-w{self.world}"]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value != field.default and field.name not in ("family", "world", "dtype"):
+            if (
+                field.compare
+                and value != field.default
+                and field.name not in ("family", "world", "dtype")
+            ):
                 text = "+".join(value) or "none" if isinstance(value, tuple) else str(value)
                 words.append(f"{field.name}={text}")
         return ",".join(words)

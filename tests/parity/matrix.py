@@ -79,6 +79,9 @@ DIMENSIONS: dict[str, list[dict[str, Any]]] = {
     "engine": [{"engine": None}, {"engine": "uring"}, {"engine": "threads"}],
 }
 
+#: Sections, each alone, that serve every rank by itself, or that two ranks have beside others.
+ALONE = tuple((name,) for name in SECTIONS if name != "overflow_check")
+
 Row = tuple[int, ...]
 Pair = tuple[tuple[int, int], tuple[int, int]]
 
@@ -96,24 +99,19 @@ def section_cases() -> list[Case]:
     cases = []
     for training in trainings:
         choices = [*((name,) for name in SECTIONS), (), SECTIONS]
-        cases += [replace(training, sections=choice) for choice in choices]
+        # Sections and engines serve one rank each; with two they are in other cases beside others.
         cases += [
-            replace(training, sections=("direct_nvme",), engine="threads"),
-            replace(training, engine="threads"),
-            replace(training, engine="libaio"),
-            replace(training, engine="uring"),
+            replace(training, sections=one, repeats=training.world == 2 and one in ALONE)
+            for one in choices
+        ]
+        engines = replace(training, repeats=training.world == 2)
+        cases += [
+            replace(engines, sections=("direct_nvme",), engine="threads"),
+            replace(engines, engine="threads"),
+            replace(engines, engine="libaio"),
+            replace(engines, engine="uring"),
         ]
     return cases
-
-
-def is_repeated(case: Case) -> bool:
-    """Whether a section's case says of two ranks what it says of one.
-
-    Memory and engines serve one rank each; with two they are in `stream_choice_cases` as well,
-    beside all other sections.
-    """
-    alone = ("allocator",), ("buffer_pool",), ("direct_nvme",)
-    return case.world == 2 and (case.sections in alone or case.engine is not None)
 
 
 def limit_cases() -> list[Case]:
@@ -128,16 +126,25 @@ def limit_cases() -> list[Case]:
         replace(tight, world=2, family="gpt2", modify_weights=True, reuse_numel_max=BILLION),
         replace(tight, family="mixtral", gather_all=True, persistence_numel=2_000_000),
         replace(tight, family="odd", zero_init=False, resident_numel_max=4_000_000),
-        replace(tight, optimizer="absent", family="qwen", gather_all=True),
-        replace(tight, world=2, family="odd", modify_weights=True, gather_all=True),
-        replace(tight, family="gpt2", modify_weights=True, clipping=1.0, accumulation=4),
+        replace(tight, optimizer="absent", family="qwen", gather_all=True, repeats=True),
+        replace(tight, world=2, family="odd", modify_weights=True, gather_all=True, repeats=True),
+        replace(
+            tight, family="gpt2", modify_weights=True, clipping=1.0, accumulation=4, repeats=True
+        ),
         replace(tight, world=2, optimizer="absent", modify_weights=True, engine="threads"),
-        replace(tight, family="unused", params="none", clipping=1.0),
+        replace(tight, family="unused", params="none", clipping=1.0, repeats=True),
         replace(roomy, world=2, family="mixtral", checkpointing="nonreentrant", accumulation=4),
         replace(roomy, dtype="fp32", pipeline=True),
         replace(resident, limit_bytes=LIMIT_HALF_BYTES, accumulation=4),
         replace(resident, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, modify_weights=True),
-        replace(resident, family="alternating", accumulation=4, clipping=1.0, modify_weights=True),
+        replace(
+            resident,
+            family="alternating",
+            accumulation=4,
+            clipping=1.0,
+            modify_weights=True,
+            repeats=True,
+        ),
         replace(resident, world=2, family="gpt2", dtype="fp16", steps=5, zero_init=False),
     ]
 
@@ -148,7 +155,7 @@ def volume_cases() -> list[Case]:
         several,
         replace(several, world=2, family="gpt2", accumulation=4, dtype="fp16", steps=5),
         replace(several, engine="threads", family="mixtral"),
-        replace(several, resume_at=2, steps=4),
+        replace(several, resume_at=2, steps=4, repeats=True),
         replace(several, world=2, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
     ]
 
@@ -168,7 +175,7 @@ def streaming_cases() -> list[Case]:
         scaled,
         replace(scaled, family="odd", world=2, accumulation=4, steps=12),
         Case(family="odd", world=2, clipping=0.05, accumulation=4),
-        Case(family="mixtral", world=2, clipping=0.05),
+        Case(family="mixtral", world=2, clipping=0.05, repeats=True),
         Case(family="lora", clipping=0.05),
         Case(family="lora", world=2, accumulation=4, checkpointing="nonreentrant"),
         Case(family="lora", limit_bytes=LIMIT_SMALL_BYTES),
@@ -176,12 +183,16 @@ def streaming_cases() -> list[Case]:
     for world, boundary in ((1, "stated"), (2, "stepped")):
         cases += [
             Case(family="alternating", world=world, accumulation=4, boundary=boundary),
-            Case(dtype="fp16", steps=5, world=world, accumulation=3, boundary=boundary),
+            Case(
+                **{"dtype": "fp16", "steps": 5, "world": world, "accumulation": 3},
+                boundary=boundary,
+                repeats=world == 1,
+            ),
         ]
     for name in ("TorchAdamW", "Lion", "Adagrad", "client"):
         cases += [
             Case(family="odd", optimizer_type=name, clipping=1.0),
-            Case(world=2, optimizer_type=name),
+            Case(world=2, optimizer_type=name, repeats=name in ("Lion", "Adagrad")),
         ]
     return cases
 
@@ -196,7 +207,7 @@ def sum_cases() -> list[Case]:
         replace(eight, family="alternating", world=2, clipping=1.0),
         replace(fp16, family="unused", boundary="stepped"),
         replace(eight, accumulation=1),
-        replace(eight, accumulation=1, boundary="stepped", world=2),
+        replace(eight, accumulation=1, boundary="stepped", world=2, repeats=True),
         replace(eight, accumulation=17, family="odd", boundary="stepped", steps=2),
         replace(eight, accumulation=9, family="alternating", boundary="stated", steps=3),
         replace(fp16, family="alternating", world=2),
@@ -206,10 +217,10 @@ def sum_cases() -> list[Case]:
         replace(four, accessors="read", boundary="stepped", world=2, steps=4),
         replace(four, limit_bytes=LIMIT_SMALL_BYTES, checkpointing="nonreentrant"),
         replace(four, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="alternating"),
-        replace(four, limit_bytes=LIMIT_EVERYTHING_BYTES, world=2),
+        replace(four, limit_bytes=LIMIT_EVERYTHING_BYTES, world=2, repeats=True),
         replace(four, sections=tuple(name for name in SECTIONS if name != "streaming.optimizer")),
         replace(four, resume_at=2, steps=4),
-        replace(four, verify="full", volumes=("3", "1")),
+        replace(four, verify="full", volumes=("3", "1"), repeats=True),
     ]
 
 
@@ -224,7 +235,9 @@ def stream_choice_cases() -> list[Case]:
     ]
     choices += [tuple(name for name in SECTIONS if name != off) for off in others]
     training = Case(family="unused", world=2, accumulation=2, clipping=1.0, prefetch_numel=0)
-    return [replace(training, sections=choice) for choice in choices]
+    # Two streams, and all: the training cases have these as well.
+    often = tuple(choices[number] for number in (4, 6, 7))
+    return [replace(training, sections=one, repeats=one in often) for one in choices]
 
 
 def early_cases() -> list[Case]:
@@ -246,7 +259,7 @@ def early_cases() -> list[Case]:
         replace(early, clipping=25.97, steps=14),
         replace(early, clipping=10.04, steps=14, world=2, family="gpt2", accessors="change"),
         replace(fp16, clipping=9.42, steps=16, family="odd", scheduler=True),
-        replace(early, clipping=30.0, steps=12, resume_at=6),
+        replace(early, clipping=30.0, steps=12, resume_at=6, repeats=True),
         replace(early, clipping=30.0, steps=8, modify_weights=True, gather_all=True),
         replace(early, clipping=30.0, steps=6, boundary="stepped", accumulation=2),
         replace(early, clipping=30.0, steps=7, accessors="read", walk="off", world=2),
@@ -259,15 +272,15 @@ def early_cases() -> list[Case]:
         replace(auto, dtype="fp16", scale_window=2, steps=18, world=2, modify_weights=True),
         replace(auto, resume_at=6, steps=18),
         replace(early, clipping=1000.0, resume_at=6, steps=14, limit_bytes=LIMIT_HALF_BYTES),
-        replace(early, accessors="read", boundary="stepped", accumulation=3),
+        replace(early, accessors="read", boundary="stepped", accumulation=3, repeats=True),
         replace(early, resume_at=3, steps=6, saver="whole"),
         # Nothing goes on behind its caller: no tile is left to the next forward pass.
-        replace(early, walk="off", family="alternating", accumulation=4),
-        replace(early, walk="off", world=2),
+        replace(early, walk="off", family="alternating", accumulation=4, repeats=True),
+        replace(early, walk="off", world=2, repeats=True),
         replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True, prefetch_numel=BILLION),
-        replace(early, limit_bytes=LIMIT_HALF_BYTES),
+        replace(early, limit_bytes=LIMIT_HALF_BYTES, repeats=True),
         replace(early, limit_bytes=LIMIT_SOME_MASTERS_BYTES, family="gpt2"),
-        replace(early, verify="full", volumes=("3", "1")),
+        replace(early, verify="full", volumes=("3", "1"), repeats=True),
     ]
 
 
@@ -314,13 +327,13 @@ def step_cases() -> list[Case]:
         lora,
         replace(lora, resume_at=2, steps=6),
         replace(plain, family="alternating", accumulation=8),
-        replace(plain, save_at=2, accumulation=4, family="unused"),
+        replace(plain, save_at=2, accumulation=4, family="unused", repeats=True),
         replace(scaled, save_at=6),
         replace(scaled, resume_at=5, steps=12),
-        replace(plain, modify_weights=True, gather_all=True),
+        replace(plain, modify_weights=True, gather_all=True, repeats=True),
         replace(plain, modify_weights=True, split_master=False),
         replace(plain, accessors="change", steps=5),
-        replace(plain, limit_bytes=LIMIT_SMALL_BYTES, accumulation=4),
+        replace(plain, limit_bytes=LIMIT_SMALL_BYTES, accumulation=4, repeats=True),
         replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, modify_weights=True),
         Case(during_backward=True, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, steps=4),
         replace(scaled, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
@@ -364,21 +377,21 @@ def resume_cases() -> list[Case]:
     fp16 = replace(plain, dtype="fp16", resume_at=4, steps=8, scale_window=2, clipping=1.0)
     return [
         replace(plain, resume_at=7, steps=9, scheduler=True),
-        replace(plain, sections=WHOLE),
-        replace(plain, sections=WHOLE, pipeline=True, resume_at=7, steps=9),
+        replace(plain, sections=WHOLE, repeats=True),
+        replace(plain, sections=WHOLE, pipeline=True, resume_at=7, steps=9, repeats=True),
         replace(plain, sections=WHOLE, saver="streamed", world=2),
         replace(plain, saver="whole", family="odd", world=2),
         replace(plain, saver="other tiles", accumulation=2),
         replace(plain, saver="limit"),
-        replace(plain, limit_bytes=LIMIT_HALF_BYTES),
+        replace(plain, limit_bytes=LIMIT_HALF_BYTES, repeats=True),
         replace(plain, limit_bytes=LIMIT_HALF_BYTES, saver="whole"),
         replace(plain, saver="stock"),
-        replace(plain, saver="stock", sections=WHOLE),
+        replace(plain, saver="stock", sections=WHOLE, repeats=True),
         replace(plain, saver="cpu"),
         replace(plain, saver="cpu", sections=WHOLE, world=2),
         fp16,
         replace(fp16, saver="whole", accumulation=2, world=2),
-        replace(fp16, saver="stock"),
+        replace(fp16, saver="stock", repeats=True),
         replace(plain, optimizer_type="TorchAdamW"),
         replace(plain, optimizer_type="Lion", saver="whole"),
         replace(plain, optimizer_type="Adagrad"),
@@ -387,10 +400,10 @@ def resume_cases() -> list[Case]:
         replace(plain, params="none", zero_init=False),
         replace(plain, family="unused"),
         replace(plain, family="alternating", resume_at=3, steps=5),
-        replace(plain, family="alternating", resume_at=3, steps=5, sections=WHOLE),
+        replace(plain, family="alternating", resume_at=3, steps=5, sections=WHOLE, repeats=True),
         replace(plain, masters="states", accumulation=2, clipping=1.0),
         replace(plain, masters="weights", world=2, limit_bytes=LIMIT_SMALL_BYTES),
-        replace(fp16, masters="weights"),
+        replace(fp16, masters="weights", repeats=True),
     ]
 
 

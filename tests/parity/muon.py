@@ -6,6 +6,9 @@
 - Runs that end in one mode and go on in another: clipped and not, master weights whole and in
   halves, CPU offload's and ours.
 - Batches and lists of experts, fewer heads of keys than of queries, a head alone.
+
+Matrices of "odd" and "gpt2" are cut by two ranks at odd places, those of "llama" by none; two ranks
+say as much as one of heads, of experts in lists, and of gradients that are set. The others repeat.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def muon_cases() -> list[Case]:
         replace(plain, dtype="fp16", steps=6, scale_power=16, scale_window=2, clipping=1.0),
         replace(plain, dtype="fp16", world=2, steps=5),
         replace(plain, family="alternating", accumulation=3, steps=5, world=2),
-        replace(clipped, family="alternating", steps=5),
+        replace(clipped, family="alternating", steps=5, repeats=True),
         replace(plain, gradients_in_fp32=True, accumulation=2),
         replace(plain, family="mixtral", params="cpu", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
         replace(plain, family="unused", params="none"),
@@ -38,21 +41,21 @@ def muon_cases() -> list[Case]:
         replace(plain, family="lora"),
         replace(plain, accessors="read"),
         # After the third step: in the fourth one some matrices get no gradient.
-        replace(plain, accessors="set", family="alternating", steps=5),
+        replace(plain, accessors="set", family="alternating", steps=5, repeats=True),
         replace(plain, accessors="set", family="alternating", steps=5, world=2),
         # Batches of experts, which ranks cut.
         replace(plain, accessors="change", world=2, family="mixtral"),
         replace(plain, verify="full", volumes=("3", "1", "2"), resume_at=2, steps=4),
-        replace(plain, saver="cpu", resume_at=2, steps=4),
+        replace(plain, saver="cpu", resume_at=2, steps=4, repeats=True),
         replace(plain, saver="other tiles", resume_at=3, steps=5, accumulation=2),
         *muon_resumed_cases(),
         # Heads of queries, and fewer of keys and values.
-        replace(plain, optimizer_type="MuonPerHead"),
+        replace(plain, optimizer_type="MuonPerHead", repeats=True),
         replace(plain, optimizer_type="MuonPerHead", family="qwen", world=2, clipping=1.0),
         # Experts in lists, some without a token.
-        replace(plain, family="leaves", steps=4),
+        replace(plain, family="leaves", steps=4, repeats=True),
         replace(plain, family="leaves", world=2, clipping=1.0, resume_at=2, steps=4),
-        replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
+        replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4, repeats=True),
         replace(clipped, gather_all=True, modify_weights=True),
     ]
 
@@ -60,7 +63,12 @@ def muon_cases() -> list[Case]:
 def muon_family_cases() -> list[Case]:
     """Every family with one rank and two, in runs that resume."""
     plain = Case(optimizer_type="Muon", resume_at=2, steps=4)
-    return [replace(plain, family=name, world=world) for name in FAMILIES for world in (1, 2)]
+    alone = ("llama", 1), ("odd", 2)
+    return [
+        replace(plain, family=name, world=world, repeats=(name, world) not in alone)
+        for name in FAMILIES
+        for world in (1, 2)
+    ]
 
 
 def muon_resumed_cases() -> list[Case]:
@@ -71,13 +79,13 @@ def muon_resumed_cases() -> list[Case]:
     plain = Case(optimizer_type="Muon", resume_at=2, steps=4)
     clipped = replace(plain, clipping=CLIPPING_NEVER)
     return [
-        replace(plain, saver="clipped"),
+        replace(plain, saver="clipped", repeats=True),
         replace(clipped, saver="not clipped", world=2, family="odd"),
         replace(clipped, saver="cpu", world=2, family="gpt2"),
-        replace(plain, saver="whole masters"),
+        replace(plain, saver="whole masters", repeats=True),
         replace(plain, saver="halves", split_master=False, world=2, family="odd"),
-        replace(plain, saver="limit", world=2),
-        replace(plain, family="alternating", resume_at=3, steps=5),
+        replace(plain, saver="limit", world=2, repeats=True),
+        replace(plain, family="alternating", resume_at=3, steps=5, repeats=True),
     ]
 
 
@@ -91,53 +99,18 @@ def muon_early_cases() -> list[Case]:
         replace(early, family="unused", accumulation=3, scheduler=True),
         replace(early, resume_at=3, steps=7),
         replace(early, family="alternating", accumulation=4),
-        replace(early, family="mixtral", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(early, family="mixtral", sub_group_numel=SUB_GROUP_LARGE_NUMEL, repeats=True),
         replace(early, gradients_in_fp32=True, accumulation=2, modify_weights=True),
         replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True),
-        replace(early, limit_bytes=LIMIT_LARGE_BYTES),
+        replace(early, limit_bytes=LIMIT_LARGE_BYTES, repeats=True),
         # Gradients are looked at in the second step; later they may be used up.
         replace(early, accessors="change", steps=3),
-        replace(early, boundary="stepped", accumulation=3),
-        replace(early, verify="full", volumes=("3", "1", "2"), split_master=False),
+        replace(early, boundary="stepped", accumulation=3, repeats=True),
+        replace(early, verify="full", volumes=("3", "1", "2"), split_master=False, repeats=True),
         replace(early, saver="cpu", resume_at=2, dtype="fp16", scale_power=10, steps=6),
-        replace(early, family="odd", walk="off", persistence_numel=0),
+        replace(early, family="odd", walk="off", persistence_numel=0, repeats=True),
         # After backward: with clipping, several ranks, and where nobody demands it.
-        replace(early, clipping=1.0),
+        replace(early, clipping=1.0, repeats=True),
         replace(early, world=2),
         replace(early, during_backward="auto", steps=14),
     ]
-
-
-#: Cases that repeat for another family, mode or world the answer of others. Matrices of "odd" and
-#: "gpt2" are cut by two ranks at odd places, those of "llama" by none; two ranks say as much as one
-#: of heads, of experts in lists, and of gradients that are set.
-REPEATED = frozenset(
-    {
-        "llama-bf16-w2,optimizer_type=Muon,resume_at=2,steps=4",
-        "qwen-bf16-w1,optimizer_type=Muon,resume_at=2,steps=4",
-        "qwen-bf16-w2,optimizer_type=Muon,resume_at=2,steps=4",
-        "gpt2-bf16-w1,optimizer_type=Muon,resume_at=2,steps=4",
-        "mixtral-bf16-w1,optimizer_type=Muon,resume_at=2,steps=4",
-        "mixtral-bf16-w2,optimizer_type=Muon,resume_at=2,steps=4",
-        "alternating-bf16-w1,clipping=1.0,optimizer_type=Muon,steps=5",
-        "alternating-bf16-w1,optimizer_type=Muon,accessors=set,steps=5",
-        "llama-bf16-w1,optimizer_type=Muon,resume_at=2,saver=cpu,steps=4",
-        "llama-bf16-w1,optimizer_type=Muon,resume_at=2,saver=clipped,steps=4",
-        "llama-bf16-w1,optimizer_type=Muon,resume_at=2,saver=whole masters,steps=4",
-        "llama-bf16-w2,optimizer_type=Muon,resume_at=2,saver=limit,steps=4",
-        "alternating-bf16-w1,optimizer_type=Muon,resume_at=3,steps=5",
-        "llama-bf16-w1,optimizer_type=MuonPerHead",
-        "leaves-bf16-w1,optimizer_type=Muon,steps=4",
-        "mixtral-bf16-w1,sub_group_numel=1000000000,optimizer_type=Muon,steps=5,"
-        "during_backward=True",
-        "llama-bf16-w1,optimizer_type=Muon,limit_bytes=25165824,steps=5,during_backward=True",
-        "llama-bf16-w1,accumulation=3,optimizer_type=Muon,boundary=stepped,steps=5,"
-        "during_backward=True",
-        "odd-bf16-w1,persistence_numel=0,optimizer_type=Muon,walk=off,steps=5,during_backward=True",
-    }
-)
-
-
-def is_repeated(case: Case) -> bool:
-    """Return whether a case repeats the answer of others."""
-    return case.name in REPEATED

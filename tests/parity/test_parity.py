@@ -39,7 +39,7 @@ def test_training_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> Non
 
 @pytest.mark.parametrize(
     "case",
-    quick(matrix.section_cases(), *range(12), 20, repeated=matrix.is_repeated),
+    quick(matrix.section_cases(), *range(12), 20),
     ids=case_name,
 )
 def test_every_section_alone_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
@@ -107,9 +107,7 @@ def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize(
-    "case", quick(muon.muon_cases(), 0, 1, 2, repeated=muon.is_repeated), ids=case_name
-)
+@pytest.mark.parametrize("case", quick(muon.muon_cases(), 0, 1, 2), ids=case_name)
 def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
@@ -126,9 +124,7 @@ def test_muon_matrix_by_matrix_gives_the_bits_of_cpu_offload(bench: Bench, case:
             assert ledger["live_bytes"] == pytest.approx(ledger["planned_bytes"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "case", quick(muon.muon_early_cases(), 0, 1, 2, repeated=muon.is_repeated), ids=case_name
-)
+@pytest.mark.parametrize("case", quick(muon.muon_early_cases(), 0, 1, 2), ids=case_name)
 def test_muon_during_backward_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
@@ -309,8 +305,3 @@ def test_matrix_holds_every_possible_pair() -> None:
     rows = matrix.covering_rows()
     for (one, one_value), (other, other_value) in matrix.possible_pairs():
         assert any(row[one] == one_value and row[other] == other_value for row in rows)
-
-
-def test_every_case_of_muon_that_repeats_others_exists() -> None:
-    cases = [*muon.muon_cases(), *muon.muon_early_cases()]
-    assert {case.name for case in cases} >= muon.REPEATED

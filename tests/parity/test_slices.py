@@ -24,14 +24,16 @@ def exact_cases() -> list[Case]:
         replace(PLAIN, family="mixtral", slices=2, saved_bytes=0),
         replace(PLAIN, family="qwen3-untied", checkpointing="reentrant"),
         replace(PLAIN, gradients_in_fp32=True),
-        replace(PLAIN, dtype="fp16", scale_power=12),
+        replace(PLAIN, dtype="fp16", scale_power=12, repeats=True),
         replace(PLAIN, limit_bytes=24 << 20, steps=6, resume_at=3),
         replace(PLAIN, checkpointing="deepspeed"),
-        replace(PLAIN, family="qwen3_moe-untied", limit_bytes=24 << 20),
-        replace(PLAIN, zero_init=False, accessors="change"),
+        replace(PLAIN, family="qwen3_moe-untied", limit_bytes=24 << 20, repeats=True),
+        replace(PLAIN, zero_init=False, accessors="change", repeats=True),
         replace(PLAIN, by_slice=True, world=2),
         replace(PLAIN, by_slice=True, world=2, gradients_in_fp32=True, family="mixtral"),
-        replace(PLAIN, by_slice=True, world=2, dtype="fp16", scale_power=12, saved_bytes=0),
+        replace(
+            PLAIN, by_slice=True, world=2, dtype="fp16", scale_power=12, saved_bytes=0, repeats=True
+        ),
         replace(PLAIN, by_slice=True, during_backward=True, clipping=0.0, steps=4, world=2),
         replace(PLAIN, optimizer_type="Muon", limit_bytes=48 << 20),
         replace(PLAIN, optimizer_type="Muon", family="mixtral", slices=2, saved_bytes=0),
@@ -44,23 +46,22 @@ def close_cases() -> list[Case]:
         replace(PLAIN, world=2),  # the ranks' gradients
         replace(PLAIN, family="qwen2-tied"),  # the embedding's
         replace(PLAIN, compiled="aot_eager"),  # each slice is a graph of its own
-        replace(PLAIN, family="gpt2"),  # learned positions: those of all sequences
+        replace(PLAIN, family="gpt2", repeats=True),  # learned positions: those of all sequences
         replace(PLAIN, accumulation=2, slices=2),  # those of the first micro-step
         replace(PLAIN, family="mixtral", world=2, saved_bytes=0, limit_bytes=24 << 20),
-        replace(PLAIN, world=2, dtype="fp16", scale_power=12, during_backward=True, clipping=0.0),
+        replace(
+            PLAIN,
+            world=2,
+            dtype="fp16",
+            scale_power=12,
+            during_backward=True,
+            clipping=0.0,
+            repeats=True,
+        ),
     ]
 
 
-def is_repeated(case: Case) -> bool:
-    """Return whether other cases show each part of a case."""
-    return (
-        case.dtype == "fp16"
-        or case.accessors != "none"
-        or case.family in ("gpt2", "qwen3_moe-untied")
-    )
-
-
-@pytest.mark.parametrize("case", quick(exact_cases(), 0, 1, 2, repeated=is_repeated), ids=case_name)
+@pytest.mark.parametrize("case", quick(exact_cases(), 0, 1, 2), ids=case_name)
 def test_slices_give_the_bits_of_micro_steps(bench: Bench, case: Case) -> None:
     facts, oracle = bench.run(case, "memascend"), bench.run(case, "oracle")
     assert differences(facts, oracle) == []
@@ -70,7 +71,7 @@ def test_slices_give_the_bits_of_micro_steps(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", quick(close_cases(), 0, 1, repeated=is_repeated), ids=case_name)
+@pytest.mark.parametrize("case", quick(close_cases(), 0, 1), ids=case_name)
 def test_slices_are_as_close_to_micro_steps_as_these_to_others(bench: Bench, case: Case) -> None:
     facts, oracle = bench.run(case, "memascend"), bench.run(case, "oracle")
     for rank, expected in zip(facts, oracle, strict=True):

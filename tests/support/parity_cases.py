@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +14,16 @@ def case_name(case: Case) -> str:
     return case.name
 
 
-def quick(
-    cases: list[Case], *numbers: int, repeated: Callable[[Case], bool] = lambda case: False
-) -> list[Any]:
+def quick(cases: list[Case], *numbers: int) -> list[Any]:
     """Have the cases of these numbers run in every test run, and the others in the full one.
 
-    Those that repeat others at a higher price run in `make test-device` alone.
+    Those that repeat others run in `make test-device` alone.
     """
     often, seldom = pytest.mark.full, pytest.mark.matrix
     return [
         pytest.param(
             case,
-            marks=[] if number in numbers else [often, seldom] if repeated(case) else [often],
+            marks=[] if number in numbers else [often, seldom] if case.repeats else [often],
         )
         for number, case in enumerate(cases)
     ]
