@@ -78,8 +78,9 @@ def config_command(args: argparse.Namespace) -> int:
     limit = limit_bytes if rest else f"{gibibytes}GiB"
     print(json.dumps(config_for(str(path.resolve()), limit, caller=args.caller), indent=2))
     print(
-        f"host_memory_limit {format_nbytes(limit_bytes)} for each of {ranks} rank(s): half of "
-        f"{format_nbytes(total_bytes)}; less is slower, see memascend plan --config",
+        f"host_memory_limit {format_nbytes(limit_bytes)} for each of {ranks} rank(s): "
+        f"{ranks * limit_bytes / total_bytes:.0%} of {format_nbytes(total_bytes)}; less is slower, "
+        "see memascend plan --config",
         file=sys.stderr,
     )
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from memascend.base.json_text import read_json_object
@@ -28,7 +29,8 @@ def check_file(path: Path) -> tuple[str, str, str]:
         check_config(settings)
         check_settings(block, settings)
     except ConfigError as error:
-        return "problem", str(error), f"change {path}"
+        remedy = f"change {path}" if os.path.exists(path) else "name a file that exists"
+        return "problem", str(error), remedy
     if reason := why_tiles_differ(block, settings):
         return "note", str(refusal_of_tiles(reason)), ""
     if advice := advise_muon(None, settings):

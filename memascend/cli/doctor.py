@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import ctypes.util
+import errno
 import importlib.metadata
 import json
 import mmap
@@ -123,10 +124,10 @@ def examine(path: Path) -> list[Check]:
         _libaio(),
         _device(),
     ]
-    if not path.is_dir():
-        return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
     on_drive = (_free_space, _wear, _rates, _direct_io, _trial)
-    return [*checks, *(check(path) for check in on_drive)]
+    if os.path.isdir(path):  # not one that may not be entered
+        return checks + [check(path) for check in on_drive]
+    return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
 
 
 def _system() -> Check:
@@ -269,8 +270,7 @@ def _huge_pages() -> Check:
 
 
 def _memory_limit() -> Check:
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = group_limit()
+    total_bytes, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group_limit()
     if limit is None or limit >= total_bytes:
         return Check("host memory", "ok", f"{format_nbytes(total_bytes)}, no lower cgroup limit")
     found = f"{format_nbytes(limit)} by cgroup, {format_nbytes(total_bytes)} in the machine"
@@ -428,7 +428,8 @@ def _direct_io(path: Path) -> Check:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        fix = "choose a folder on a local drive: ext4, xfs; not tmpfs, overlayfs or a network share"
+        fix = "choose a folder on a local drive: ext4, xfs; not tmpfs, overlayfs, a network share"
+        fix = "choose a folder that you may write" if error.errno == errno.EACCES else fix
         return Check(name, "problem", f"O_DIRECT on {path.resolve()}: {error.strerror}", fix)
     return Check(name, "ok", f"smallest transfer {smallest} bytes")
 

@@ -88,7 +88,7 @@ def _host_memory() -> str:
 
 
 def _drive(path: Path) -> str:
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return f"{path} is not a folder"
     models = [
         f"{name} ({read_line(SYSFS / 'class/block' / name / 'device/model') or 'unknown model'})"

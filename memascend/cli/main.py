@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        print(f"memascend: {error}. fix: name another path, or allow this one", file=sys.stderr)
+        return 1
     return status
 
 

@@ -113,6 +113,8 @@ def plan_command(args: argparse.Namespace) -> int:
     """Derive the accounts, print them, and return the exit status."""
     if (args.model is None) != args.table:
         args.usage_error("give either MODEL or --table")
+    if args.table and (args.json or args.plot is not None):
+        args.usage_error("--json and --plot need MODEL: --table has all built-in models")
     check_context_options(args)
     if args.world % args.nodes:
         args.usage_error(
@@ -134,14 +136,15 @@ def plan_command(args: argparse.Namespace) -> int:
     accounts = account(find_model(args.model))
     training = training_of(accounts, args) if is_asked(args) else None
     answer = answer_of(accounts, read_machine(args, paths), args)
+    warnings = warnings_of(accounts, accumulates=training is None)
     if args.json:
-        found = _as_json(accounts, args) | {"answer": answer.as_dict()}
+        found = _as_json(accounts, args) | {"answer": answer.as_dict(), "warnings": warnings}
         found |= {} if training is None else context_json(training, args)
         print(json.dumps(found, indent=2))
     else:
         console = Console()
         print_answer(answer, accounts, args, console)
-        for warning in warnings_of(accounts, accumulates=training is None):
+        for warning in warnings:
             console.print(f"! {warning}", markup=False, highlight=False)
         if training is not None:
             print_context(training, args)

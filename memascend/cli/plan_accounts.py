@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from memascend.cli.plan_sizes import host_bytes_of
 from memascend.cli.plan_time import ranks_of_node
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.deepspeed import DeepSpeedSettings
@@ -149,7 +150,11 @@ def volume_paths_of(settings: DeepSpeedSettings, block: MemAscendConfig) -> list
 
 
 def limit_of(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
-    """Return the limit of a rank in bytes; None without one."""
-    value = block.host_memory_limit
-    is_fraction = isinstance(value, int | float) and value <= 1
-    return parse_limit(value, available=memory_total() // ranks_of_node(args) if is_fraction else 0)
+    """Return the limit of a rank in bytes; None without one.
+
+    A fraction is one of --host-memory, else of this machine's memory.
+    """
+    value, available = block.host_memory_limit, 0
+    if isinstance(value, int | float) and value <= 1:
+        available = host_bytes_of(args) or memory_total() // ranks_of_node(args)
+    return parse_limit(value, available=available)

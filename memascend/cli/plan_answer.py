@@ -19,15 +19,11 @@ from rich.console import Console
 
 from memascend.base.units import format_nbytes
 from memascend.cli.plan_accounts import Accounts
-from memascend.cli.plan_context import (
-    TABLE_CONTEXT,
-    device_bytes_of,
-    drive_space_of,
-    host_bytes_of,
-    within_host_memory,
-)
+from memascend.cli.plan_context import TABLE_CONTEXT, within_host_memory
 from memascend.cli.plan_one_pass import slice_tokens_of
-from memascend.cli.plan_time import least_seconds, ranks_of_node
+from memascend.cli.plan_sizes import device_bytes_of, drive_space_of, existing, host_bytes_of
+from memascend.cli.plan_time import drive_count_of, drive_seconds, least_seconds, ranks_of_node
+from memascend.config.environment import is_disabled
 from memascend.errors import ConfigError
 from memascend.plan import muon
 from memascend.plan.context import (
@@ -42,6 +38,8 @@ from memascend.plan.context import (
 )
 from memascend.plan.derive import SECOND_MATRICES, Plan, derive
 from memascend.plan.fit import Room, fit
+from memascend.plan.footprint import Footprint
+from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.second_values import (
     checkpoint_bytes,
     lacking_bytes,
@@ -67,6 +65,7 @@ class Machine:
     device_bytes: int | None  # device memory of one rank
     free_bytes: int | None  # free space on the drive
     place: str  # the folder that was asked for its free space; empty if that is stated
+    drive_count: int  # drives that its ranks write to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +80,18 @@ class Answer:
     second_bytes: int
     #: Bytes of one checkpoint, of all ranks of a machine; 0 if the optimizer is not on the drive.
     checkpoint_bytes: int
-    model_bytes: int  # of the saved model
+    model_bytes: int  # of the saved model, on the machine that writes it
+    saves_model: bool  # whether the Trainer writes the model into each checkpoint as well
     read_bytes: int  # of one step, by all ranks of a machine
     written_bytes: int
     step_seconds: float
+    node_count: int
     tokens: int | None  # of one step of all ranks; None if the GPU or its saved activations are not
     shape: str  # the tokens as sequences of a length
-    rated_bytes: int  # bytes that the drive may be written in its life
-    is_stated: bool  # whether the JSON states these
+    rated_bytes: int  # bytes that the drives of a machine may be written in their life
+    drive_count: int
+    is_stated: bool  # whether the JSON states these bytes
+    why_no_gpu: str  # why device memory is not counted; empty if it is
 
     @property
     def lacking(self) -> dict[str, int]:
@@ -105,7 +108,8 @@ class Answer:
         if DRIVE not in self.available or not self.checkpoint_bytes:
             return None
         left_bytes = self.available[DRIVE] - self.drive_bytes - 2 * self.model_bytes
-        return max(0, left_bytes // self.checkpoint_bytes)
+        one_bytes = self.checkpoint_bytes + self.model_bytes * self.saves_model
+        return max(0, left_bytes // one_bytes)
 
     @property
     def rated_share(self) -> float:
@@ -122,7 +126,7 @@ class Answer:
 def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
     """Return the memory and drive of this machine; sizes that the options state come first.
 
-    `paths` are the folders of the volumes. If none exists here, the current folder is asked.
+    `paths` are the folders of the volumes; without any the current folder is asked.
     """
     ranks = ranks_of_node(args)
     host_bytes, device_bytes = host_bytes_of(args), device_bytes_of(args)
@@ -133,11 +137,11 @@ def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
     if device_bytes is None:
         device_bytes = min((gpu.memory_bytes for gpu in list_gpus()), default=None)
     free_bytes, place = drive_space_of(args), ""
-    # One folder for each file system.
-    folders = {os.stat(path).st_dev: path for path in paths if os.path.isdir(path)}
-    if not folders and args.path is not None:
+    if args.path is not None and not os.path.isdir(args.path):
         raise ConfigError(f"--path {args.path} is not a folder")
-    folders = folders or {0: os.getcwd()}
+    # One folder for each file system.
+    found = [folder for folder in map(existing, paths) if os.path.isdir(folder)]
+    folders = {os.stat(folder).st_dev: folder for folder in found or [os.getcwd()]}
     if free_bytes is None:
         free_bytes = sum(shutil.disk_usage(folder).free for folder in folders.values())
         place = ", ".join(folders.values())
@@ -146,6 +150,7 @@ def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
         device_bytes=device_bytes,
         free_bytes=free_bytes,
         place=place,
+        drive_count=drive_count_of(paths),
     )
 
 
@@ -157,7 +162,8 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
     have = {HOST: machine.memory_bytes, DRIVE: machine.free_bytes}
     on_device: dict[str, int] = {}
     sequences, length, activation_bytes = 0, args.context or TABLE_CONTEXT, 0
-    with contextlib.suppress(ConfigError):  # no plan of its activations
+    why_no_gpu = "" if machine.device_bytes else "no GPU counted (--device-memory 24GiB counts one)"
+    try:
         # An update of Muon that is made beside activations.
         is_early = plan.request.during_backward
         update_bytes = muon.update_bytes(accounts.shapes, plan.request) if is_early else 0
@@ -166,10 +172,19 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
         activation_bytes = micro_step.drive_bytes if sequences else 0
         on_device[GPU] = micro_step.device_bytes + update_bytes
         have[GPU] = machine.device_bytes
-    total = with_activations(plan, activation_bytes, steps)
+    except LimitTooSmallError:
+        why_no_gpu = "GPU memory not counted (the limit has no room for slots of activations)"
+    except ConfigError as error:  # no plan of its activations
+        why_no_gpu = f"GPU memory not counted ({str(error).partition(', so ')[0]})"
+    counted: Footprint = with_activations(plan, activation_bytes, steps)
+    seconds = least_seconds(plan, args, activation_bytes=activation_bytes)
+    host_bytes = plan.peak_bytes + sum(plan.not_ours.values())
+    if is_disabled() or not accounts.block.enabled:
+        counted, host_bytes = accounts.stock, accounts.stock.peak_bytes
+        seconds = drive_seconds(counted, args)
     needed = {
-        HOST: ranks * (plan.peak_bytes + HOST_RESERVE_BYTES),
-        DRIVE: ranks * total.drive_bytes,
+        HOST: ranks * (host_bytes + HOST_RESERVE_BYTES),
+        DRIVE: ranks * counted.drive_bytes,
         **on_device,
     }
     endurance = accounts.block.wear.endurance
@@ -182,14 +197,18 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
         checkpoint_bytes=ranks
         * checkpoint_bytes(plan, is_portable=accounts.block.checkpoint.portable)
         * bool(plan.trained_numel),
-        model_bytes=ranks * model_bytes(plan),
-        read_bytes=ranks * sum(total.read_bytes.values()),
-        written_bytes=ranks * sum(total.written_bytes.values()),
-        step_seconds=least_seconds(plan, args, activation_bytes=activation_bytes),
+        model_bytes=args.world * model_bytes(plan),
+        saves_model=accounts.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+        read_bytes=ranks * sum(counted.read_bytes.values()),
+        written_bytes=ranks * sum(counted.written_bytes.values()),
+        step_seconds=seconds,
+        node_count=args.nodes,
         tokens=sequences * length * steps * args.world or None,
         shape=f"{sequences * steps * args.world} x {length}",
-        rated_bytes=endurance or RATED_BYTES,
+        rated_bytes=endurance or machine.drive_count * RATED_BYTES,
+        drive_count=machine.drive_count,
         is_stated=endurance is not None,
+        why_no_gpu=why_no_gpu,
     )
 
 
@@ -224,7 +243,8 @@ def _micro_step(
 ) -> tuple[int, ContextPlan]:
     """Return the sequences of a micro-step, and its memory.
 
-    Without --context it is the largest batch of a common length that fits; 0 if none is known to.
+    Without --context it is that of the JSON, else the largest batch that fits, of a common length;
+    0 if none is known to.
     Checkpoints stay on the device unless the block has activations on the drive. With the section
     `micro_batches` layers compute slices; if it states no number, of one sequence each.
     """
@@ -234,8 +254,8 @@ def _micro_step(
     is_sliced = training.micro_batches is not None
     tokens_of = slice_tokens_of(training, context=length) if is_sliced else None
     if args.context is None:
-        count = 0
-        if device_bytes is not None:
+        count = accounts.settings.micro_batch(args.world)
+        if not count and device_bytes is not None:
             room = Room(device_bytes=device_bytes)
             count = fit(
                 training, way, room=room, unit_tokens=length, slice_tokens_of=tokens_of
@@ -294,8 +314,8 @@ def _fits(answer: Answer) -> str:
         where = f" free in {answer.place}" if name == DRIVE and answer.place else ""
         needed = format_nbytes(answer.needed[name])
         sizes.append(f"{name} {needed} of {format_nbytes(have)}{where}")
-    if GPU not in answer.available:
-        sizes.append("no GPU counted (--device-memory 24GiB counts one)")
+    if answer.why_no_gpu:
+        sizes.append(answer.why_no_gpu)
     verdict = f"no, it needs {' and '.join(lacking)}" if lacking else "yes"
     return f"{verdict}: {', '.join(sizes)}"
 
@@ -308,10 +328,10 @@ def _save(answer: Answer) -> str:
     if count is not None:
         room = f"; the drive has room for {count or 'no'} checkpoint{'' if count == 1 else 's'} "
         room += "beside the run and the model"
-    return (
-        f"a checkpoint takes {format_nbytes(answer.checkpoint_bytes)}, the model "
-        f"{format_nbytes(answer.model_bytes)}{room}"
-    )
+    model = f"the model {format_nbytes(answer.model_bytes)}"
+    if answer.saves_model:
+        model += ", which the Trainer puts into each checkpoint, too"
+    return f"a checkpoint takes {format_nbytes(answer.checkpoint_bytes)}, {model}{room}"
 
 
 def _step(answer: Answer, args: argparse.Namespace) -> str:
@@ -327,11 +347,15 @@ def _step(answer: Answer, args: argparse.Namespace) -> str:
 def _wear(answer: Answer) -> str:
     terabytes = WEAR_STEPS * answer.written_bytes / TERABYTE
     rated = f"the {answer.rated_bytes / TERABYTE:,.0f} TB that "
-    rated += "wear.endurance states" if answer.is_stated else "a 2 TB drive is often rated for"
+    drives = (
+        "a 2 TB drive is" if answer.drive_count == 1 else f"{answer.drive_count} drives of 2 TB are"
+    )
+    rated += "wear.endurance states" if answer.is_stated else f"{drives} often rated for"
     text = f"{WEAR_STEPS} steps write {terabytes:,.3g} TB, {answer.rated_share:.0%} of {rated}"
     if answer.tokens is None:
         return text
-    return f"{text}; {1e6 * answer.written_bytes / answer.tokens / GB:,.0f} GB per million tokens"
+    tokens = answer.tokens / answer.node_count
+    return f"{text}; {1e6 * answer.written_bytes / tokens / GB:,.0f} GB per million tokens"
 
 
 def training_of(accounts: Accounts, args: argparse.Namespace) -> Training:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
+from memascend.base.units import GIB, format_nbytes, page_down
 from memascend.cli.plan_accounts import DEFAULT_NOTE
 from memascend.cli.plan_one_pass import (
     ONE_PASS,
@@ -26,8 +26,8 @@ from memascend.cli.plan_one_pass import (
     notes_of_comparison,
     slice_tokens_of,
 )
-from memascend.cli.plan_time import drive_seconds, rate_notes
-from memascend.errors import ConfigError
+from memascend.cli.plan_sizes import device_bytes_of, host_bytes_of
+from memascend.cli.plan_time import drive_seconds, ranks_of_node, rate_notes
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
@@ -239,33 +239,6 @@ def whole_number(text: str) -> int:
 # -- computing -------------------------------------------------------------------------------------
 
 
-def device_bytes_of(args: argparse.Namespace) -> int | None:
-    """Return --device-memory in bytes; None without it."""
-    return _size(args.device_memory, "--device-memory")
-
-
-def host_bytes_of(args: argparse.Namespace) -> int | None:
-    """Return --host-memory in bytes; None without it."""
-    return _size(args.host_memory, "--host-memory")
-
-
-def drive_space_of(args: argparse.Namespace) -> int | None:
-    """Return --drive-space in bytes; None without it."""
-    return _size(args.drive_space, "--drive-space")
-
-
-def _size(text: str | None, option: str) -> int | None:
-    if text is None:
-        return None
-    try:
-        nbytes = parse_nbytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
-    if nbytes == 0:
-        raise ConfigError(f"{option}: must be above 0 bytes, got {text}")
-    return nbytes
-
-
 def _room(args: argparse.Namespace) -> Room | None:
     device_bytes = device_bytes_of(args)
     if device_bytes is None:
@@ -353,14 +326,14 @@ def _table_of_bytes(
     add("host memory of activations", (plan.host_activation_bytes for plan in plans))
     add("host memory at most", (plan.host_bytes for plan in plans), style="bold")
     table.add_section()
-    steps = training.ours.request.gradient_accumulation_steps
+    steps, ranks = training.ours.request.gradient_accumulation_steps, ranks_of_node(args)
     moved = [plan.drive_bytes * steps for plan in plans]
     add("activations on the drive", (plan.drive_bytes for plan in plans))
     add("written, read per step", moved)
     added = (_added_seconds(training, plan, args) for plan in plans)
     add("adds to a step, at least", (f"{seconds:.1f} s" for seconds in added))
-    written = (f"{nbytes * WEAR_STEPS * args.world / TERABYTE:.2f} TB" for nbytes in moved)
-    add(f"written in {WEAR_STEPS} steps", written)
+    written = (f"{nbytes * WEAR_STEPS * ranks / TERABYTE:.2f} TB" for nbytes in moved)
+    add(f"written in {WEAR_STEPS} steps{f' by {ranks} ranks' * (ranks > 1)}", written)
     return table
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from memascend.base.units import format_nbytes
 from memascend.cli.plan_drive import short_rates
+from memascend.cli.plan_sizes import existing
 from memascend.config.environment import cache_directory
 from memascend.plan.context import with_activations
 from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.drive_rates import READ_GB_S, WRITE_GB_S, DriveRates
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
-from memascend.volumes.kept import SHORT_RATES_FILE, KeptRates, kept_rates
+from memascend.volumes.kept import SHORT_RATES_FILE, KeptRates, identity, kept_rates
 
 #: A share of the gradients above that of an embedding and a head, which find no room by default.
 HELD_UP_MIN = 0.25
@@ -82,7 +83,22 @@ def rates_of(args: argparse.Namespace, paths: Sequence[str] = ()) -> CountedRate
     if "mixed" not in stated:
         source += "; reads and writes are taken to take turns"
     rates = DriveRates(**{f"{name}_gb_s": stated[name] for name in stated})
-    return CountedRates(rates, source, "assumed" if assumed else "stated")
+    drives = 1 if stated else drive_count_of(paths)
+    if drives == 1:
+        return CountedRates(rates, source, "assumed" if assumed else "stated")
+    sums = DriveRates(read_gb_s=drives * rates.read_gb_s, write_gb_s=drives * rates.write_gb_s)
+    return CountedRates(sums, f"{source}; {drives} drives", f"assumed of {drives} drives")
+
+
+def drive_count_of(paths: Sequence[str]) -> int:
+    """Return the number of drives below the folders of volumes; a missing device counts as one."""
+    found = set()
+    for path in paths:
+        try:
+            found.add(identity(existing(path)))
+        except OSError:
+            found.add(path)
+    return max(1, len(found))
 
 
 def _of_short(found: KeptRates, path: str) -> CountedRates:
@@ -107,6 +123,7 @@ def measured_rates(paths: Sequence[str]) -> CountedRates | None:
     Sustained rates come before those of a short measurement.
     """
     cache, named = cache_directory(), ", ".join(paths)
+    paths = list(map(existing, paths))
     if found := kept_rates(paths, cache=cache):
         source = f"measured by `memascend volume bench --sustained` on {named}{_when(found)}"
         return _as_measured(found, source)

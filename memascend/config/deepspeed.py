@@ -117,6 +117,7 @@ class ZeroOptimization(_Part):
     contiguous_gradients: bool = True
     zenflow: Any = None
     save_muon_momentum_buffer_in_memory: bool = False
+    stage3_gather_16bit_weights_on_model_save: bool = False
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 
@@ -234,6 +235,12 @@ class DeepSpeedSettings(_Part):
             return self.gradient_accumulation_steps
         batch, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         return max(1, batch // (micro * world)) if batch and micro else 1
+
+    def micro_batch(self, world: int) -> int:
+        """Return the sequences of a micro-step, from the other sizes if not stated; 0: unknown."""
+        if self.train_micro_batch_size_per_gpu or not self.train_batch_size:
+            return self.train_micro_batch_size_per_gpu
+        return self.train_batch_size // (max(1, self.gradient_accumulation_steps) * world)
 
 
 def parse_deepspeed(ds_config: object) -> DeepSpeedSettings:

@@ -41,7 +41,7 @@ def test_the_trainers_json_is_that_of_the_recipes(
         recipe["zero_optimization"][part]["nvme_path"] = str(tmp_path)
     recipe["memascend"] = {"host_memory_limit": "16GiB"}
     assert found == recipe
-    assert "host_memory_limit 16.00 GiB for each of 1 rank(s)" in said
+    assert "host_memory_limit 16.00 GiB for each of 1 rank(s): 50% of 32.00 GiB; less" in said
 
 
 def test_a_loop_gets_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

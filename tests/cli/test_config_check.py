@@ -98,3 +98,7 @@ def test_the_doctor_checks_a_config_that_is_named(
     assert (row["name"], row["state"]) == ("config", "problem")
     assert "none.json" in row["found"]
     assert main(["doctor", "--json"]) == 0
+
+
+def test_a_file_that_is_missing_is_not_to_be_changed(tmp_path: Path) -> None:
+    assert check_file(tmp_path / "nosuch.json")[2] == "name a file that exists"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import json
 import os
@@ -342,6 +343,17 @@ def test_an_older_deepspeed_beside_a_gpu_needs_the_cuda_toolkit(
     found = doctor._compiler()
     assert ("the CUDA toolkit" in found.found) == is_missing
     assert ("CUDA_HOME" in found.fix) == is_missing
+
+
+def test_a_folder_that_may_not_be_written_or_entered_is_a_problem_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert doctor._direct_io(tmp_path).fix == "choose a folder that you may write"
+    assert doctor.examine(Path("x" * 300))[-1].name == "path"  # is_dir() raises, as of that one
 
 
 # -- the kernel ------------------------------------------------------------------------------------

@@ -43,6 +43,12 @@ def test_without_a_command_it_prints_its_help(
     [
         (MemAscendError("the drive is gone"), 1, "memascend: the drive is gone\n"),
         (KeyboardInterrupt(), 130, ""),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            1,
+            "memascend: [Errno 13] Permission denied: '/x'. fix: name another path, or allow this "
+            "one\n",
+        ),
     ],
 )
 def test_our_errors_and_ctrl_c_end_it_without_a_traceback(

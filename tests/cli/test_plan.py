@@ -272,3 +272,13 @@ def test_steps_in_whole_sub_groups_are_pointed_out(
     assert "streaming.optimizer is not used: torch_autocast" in text
     assert main(["plan", "Llama-3.1-8B", "--config", config, "--limit", "6GiB"]) == 1
     assert "cannot be kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--json"], ["--plot", "bars.png"]])
+def test_the_table_of_all_models_is_printed_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--table", *option])
+    assert caught.value.code == 2
+    assert "--json and --plot need MODEL" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +125,122 @@ def test_without_an_optimizer_on_the_drive_no_checkpoint_is_counted(
         for line in printed(capsys, "Llama-3.1-8B", "--config", str(config))
         if line.startswith("save")
     ]
+
+
+@pytest.fixture
+def json_of(tmp_path: Path) -> Callable[..., str]:
+    """Write a DeepSpeed JSON with more keys than the sections of offload; return its path."""
+
+    def write(*, optimizer: str = "nvme", path: str = "", **keys: Any) -> str:
+        drive = {"device": "nvme", "nvme_path": path or str(tmp_path)}
+        zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+        if optimizer != "nvme":
+            zero["offload_optimizer"] = {"device": optimizer}
+        zero |= keys.pop("zero", {})
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}} | keys))
+        return str(file)
+
+    return write
+
+
+def test_memory_beside_memascends_has_to_fit(
+    capsys: pytest.CaptureFixture[str], json_of: Callable[..., str]
+) -> None:
+    """DeepSpeed's optimizer in host memory, and stock where the block is off."""
+    options = ("Llama-3.1-8B", "--host-memory", "32GiB", "--config")
+    assert answer(capsys, *options, json_of())["fits"]
+    found = as_json(capsys, *options, json_of(optimizer="cpu"))
+    beside = sum(found["memascend"]["not_ours"].values())
+    assert beside > 100 * GIB
+    assert found["answer"]["needed"]["host memory"] > beside
+    assert not found["answer"]["fits"]
+    found = as_json(capsys, *options, json_of(memascend={"enabled": False}))
+    assert found["answer"]["needed"]["host memory"] > found["stock"]["host_bytes"] > 32 * GIB
+    assert found["answer"]["written_bytes"] == sum(found["stock"]["written_bytes"].values())
+    assert not found["answer"]["fits"]
+    assert "memascend.enabled is false: a run would use stock DeepSpeed" in found["warnings"]
+
+
+def test_a_fraction_is_one_of_the_memory_that_is_stated(
+    capsys: pytest.CaptureFixture[str], json_of: Callable[..., str]
+) -> None:
+    config = json_of(memascend={"host_memory_limit": 0.5})
+    for stated, world in ((8, 1), (32, 1), (16, 2)):
+        options = ("--host-memory", f"{stated}GiB", "--world", str(world), "--config", config)
+        found = as_json(capsys, "Llama-3.1-8B", *options)
+        assert found["memascend"]["limit_bytes"] == stated * GIB // 2
+        assert found["answer"]["fits"]
+
+
+def test_a_folder_that_a_run_would_make_is_on_the_drive_of_the_one_above(
+    capsys: pytest.CaptureFixture[str], json_of: Callable[..., str], tmp_path: Path
+) -> None:
+    config = json_of(path=str(tmp_path / "not" / "yet"))
+    assert answer(capsys, "Llama-3.1-8B", "--config", config)["place"] == str(tmp_path)
+
+
+def test_the_batch_of_the_json_is_counted(
+    capsys: pytest.CaptureFixture[str], json_of: Callable[..., str]
+) -> None:
+    sizes = {"gradient_accumulation_steps": 4, "train_batch_size": 16}
+    for stated in ({}, {"train_micro_batch_size_per_gpu": 2}):
+        config = json_of(**sizes, **stated)
+        options = ("--world", "2", "--device-memory", "24GiB", "--config", config)
+        assert answer(capsys, "Llama-3.1-8B", *options)["shape"] == "16 x 4096"
+
+
+def test_of_several_machines_the_model_is_on_one_and_each_writes_its_part(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--world", "4", "--context", "4096", "--batch", "2", "--device-memory", "80GiB")
+    one, two = (as_json(capsys, "Llama-3.1-8B", *options, "--nodes", nodes) for nodes in ("1", "2"))
+    assert one["answer"]["model_bytes"] == two["answer"]["model_bytes"] == 2 * one["parameters"]
+    for found, nodes in ((one, 1), (two, 2)):
+        gigabytes = found["one_pass"]["one_pass"]["written_bytes_per_million_tokens"] / 1e9
+        text = " ".join(printed(capsys, "Llama-3.1-8B", *options, "--nodes", str(nodes)))
+        assert f"; {gigabytes:,.0f} GB per million tokens" in " ".join(text.split())
+
+
+def test_several_drives_have_the_rates_and_the_endurance_of_several(
+    capsys: pytest.CaptureFixture[str], json_of: Callable[..., str]
+) -> None:
+    one = answer(capsys, "Llama-3.1-8B", "--config", json_of(path="/dev/nosuch0"))
+    paths = [{"path": f"/dev/nosuch{number}"} for number in range(2)]
+    config = json_of(memascend={"volumes": paths})
+    two = answer(capsys, "Llama-3.1-8B", "--config", config)
+    assert two["drive_count"] == 2
+    assert two["step_seconds"] == pytest.approx(one["step_seconds"] / 2, rel=0.01)
+    assert two["rated_share"] == pytest.approx(one["rated_share"] / 2, rel=0.01)
+    text = " ".join(" ".join(printed(capsys, "Llama-3.1-8B", "--config", config)).split())
+    assert "(assumed of 2 drives)" in text
+    assert "of the 2,400 TB that 2 drives of 2 TB are often rated for" in text
+
+
+def test_a_checkpoint_of_the_trainer_has_the_model_as_well(
+    capsys: pytest.CaptureFixture[str], json_of: Callable[..., str]
+) -> None:
+    free = ("--drive-space", f"{104.70 + 2 * 14.96 + 2 * (179.49 + 14.96) - 1}GiB")
+    for saves, count in ((False, 2), (True, 1)):
+        config = json_of(zero={"stage3_gather_16bit_weights_on_model_save": saves})
+        found = answer(capsys, "Llama-3.1-8B", "--config", config, *free)
+        assert found["checkpoint_count"] == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("microsoft/phi-4",), "the saved activations of model_type='phi3' are not known"),
+        (("Llama-3.1-8B", "--limit", "9764864"), "the limit has no room for slots of activations"),
+    ],
+)
+def test_device_memory_that_is_stated_and_not_counted_has_a_reason(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str
+) -> None:
+    lines = printed(capsys, *arguments, "--device-memory", "80GiB")
+    text = " ".join(" ".join(lines).split())
+    assert f"GPU memory not counted ({reason})" in text
+    assert "--device-memory 24GiB counts one" not in text
 
 
 #: Every mode of the command that prints for a reader.

@@ -206,7 +206,6 @@ class Planner:
         model = self.folder / "config.json"
         model.write_text(json.dumps(SHAPES[first_of(recipe, MODEL_KEYS)] | COMMON))
         options = ["--config", str(config or FOLDER / json_of(name)), "--json"]
-        options += ["--limit", f"{memory // 2}GiB"]  # the JSON's half, of the machine named
         options += ["--context", str(first_of(recipe, LENGTH_KEYS))]
         options += ["--batch", str(batch or first_of(recipe, BATCH_KEYS))]
         options += ["--device-memory", f"{card}GiB", "--host-memory", f"{memory}GiB"]
