@@ -60,6 +60,13 @@ INNER_PASSES = Ability(
     "def clear_backward_seen_flag(",
     "0.18.5",
 )
+#: Without it what a reduction in fp32 gives is rounded to the dtype of the weights.
+SUMS_IN_FP32 = Ability(
+    "gradients that stay in fp32 behind their reduction",
+    "runtime/zero/stage3.py",
+    "[g.to(self.gradient_accumulation_dtype) for g in grad_partitions_for_rank]",
+    "0.19.2",
+)
 #: Without it every call of the operator but the first of a step computes them anew.
 KEPT_POWERS = Ability(
     "keeping the powers of Adam's betas from one tile to the next",
@@ -73,7 +80,10 @@ HOST_BUILDERS = Ability(
     "cpu_op_builder_module =",
     "0.19.8",
 )
-ABILITIES = (INNER_PASSES, MUON, KEPT_POWERS, CHECKPOINT_INPUTS, WHOLE_STEPS, MUON_BY_MATRIX)
+ABILITIES = (
+    *(INNER_PASSES, MUON, KEPT_POWERS, SUMS_IN_FP32),
+    *(CHECKPOINT_INPUTS, WHOLE_STEPS, MUON_BY_MATRIX),
+)
 
 
 def is_able(ability: Ability) -> bool:

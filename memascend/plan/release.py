@@ -15,6 +15,7 @@ from memascend.config.installed import (
     KEPT_POWERS,
     MUON,
     MUON_BY_MATRIX,
+    SUMS_IN_FP32,
     refusal,
     require,
     require_whole_steps,
@@ -59,6 +60,13 @@ def check_release(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     zero, off = settings.zero_optimization, sections_off(block)
     if block.micro_batches is not None:
         require(INNER_PASSES, "memascend.micro_batches", "leave it out")
+        is_wide = settings.data_types.grad_accum_dtype == "fp32" and settings.precision != "fp32"
+        if is_wide and not block.sums_slices:
+            require(
+                SUMS_IN_FP32,
+                'memascend.micro_batches with data_types.grad_accum_dtype "fp32"',
+                '"micro_batches": {"reduction": "slice"}',
+            )
     uses_muon = is_muon(settings.optimizer.type)
     if uses_muon:
         require(MUON, 'optimizer.type "Muon"')

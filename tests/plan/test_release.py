@@ -15,6 +15,7 @@ from memascend.config.installed import (
     KEPT_POWERS,
     MUON,
     MUON_BY_MATRIX,
+    SUMS_IN_FP32,
     WHOLE_STEPS,
     Ability,
 )
@@ -36,6 +37,12 @@ def zero(**changes: Any) -> dict[str, Any]:
 #: The settings, the block, the ability that is lacking, and words of the message.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], Ability, str]] = [
     (zero(), {"micro_batches": {"count": 2}}, INNER_PASSES, "memascend.micro_batches"),
+    (
+        zero() | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"micro_batches": {"count": 2}},
+        SUMS_IN_FP32,
+        '"micro_batches": {"reduction": "slice"}',
+    ),
     (zero(), {"streaming": {"optimizer": OFF}}, WHOLE_STEPS, "streaming.optimizer is off"),
     (zero(), {"direct_nvme": OFF}, WHOLE_STEPS, "direct_nvme is off"),
     (zero(), {"buffer_pool": OFF}, WHOLE_STEPS, "buffer_pool is off"),
