@@ -281,14 +281,16 @@ QUICK = (
 
 
 def chosen() -> set[Trial]:
-    """Return what stands for the rest: the plain variant in every mode, others in one, or none."""
-    found = set(QUICK) | {trial for trial in trials() if trial.variant == "bf16"}
+    """Return what stands for the rest: variants in one mode or none, the plain one in others."""
+    found = set(QUICK)
     for place, variant in enumerate(EVERY_VARIANT):
         modes = next(modes for variants, modes in FAMILIES if variant in variants)
         possible = [t for t in trials() if t.variant == variant and t.mode in modes]
         if variant not in REPEATED:
             found.add(possible[place % len(possible)])
-    return found
+    modes_tried = {trial.mode for trial in found}
+    plain = {trial for trial in trials() if trial.variant == "bf16"}
+    return found | {trial for trial in plain if trial.mode not in modes_tried}
 
 
 def parameters() -> list[Any]:

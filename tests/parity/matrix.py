@@ -134,7 +134,7 @@ def limit_cases() -> list[Case]:
         replace(tight, world=2, optimizer="absent", modify_weights=True, engine="threads"),
         replace(tight, family="unused", params="none", clipping=1.0, repeats=True),
         replace(roomy, world=2, family="mixtral", checkpointing="nonreentrant", accumulation=4),
-        replace(roomy, dtype="fp32", pipeline=True),
+        replace(roomy, dtype="fp32", pipeline=True, repeats=True),
         replace(resident, limit_bytes=LIMIT_HALF_BYTES, accumulation=4),
         replace(resident, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, modify_weights=True),
         replace(
@@ -209,14 +209,16 @@ def sum_cases() -> list[Case]:
         replace(eight, accumulation=1),
         replace(eight, accumulation=1, boundary="stepped", world=2, repeats=True),
         replace(eight, accumulation=17, family="odd", boundary="stepped", steps=2),
-        replace(eight, accumulation=9, family="alternating", boundary="stated", steps=3),
+        replace(
+            eight, accumulation=9, family="alternating", boundary="stated", steps=3, repeats=True
+        ),
         replace(fp16, family="alternating", world=2),
         replace(fp16, during_backward=True),
         replace(four, family="alternating", during_backward=True, world=2, steps=4),
         replace(four, accessors="change", steps=4),
         replace(four, accessors="read", boundary="stepped", world=2, steps=4),
         replace(four, limit_bytes=LIMIT_SMALL_BYTES, checkpointing="nonreentrant"),
-        replace(four, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="alternating"),
+        replace(four, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="alternating", repeats=True),
         replace(four, limit_bytes=LIMIT_EVERYTHING_BYTES, world=2, repeats=True),
         replace(four, sections=tuple(name for name in SECTIONS if name != "streaming.optimizer")),
         replace(four, resume_at=2, steps=4),
@@ -250,7 +252,7 @@ def early_cases() -> list[Case]:
         replace(fp16, world=2, accumulation=4),  # some steps are left out, the scale grows in some
         replace(early, family="odd", world=2, persistence_numel=0, modify_weights=True),
         replace(early, family="alternating", accumulation=4),
-        replace(early, family="unused", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(early, family="unused", sub_group_numel=SUB_GROUP_LARGE_NUMEL, repeats=True),
         replace(early, family="lora", world=2),
         replace(early, accumulation=8, scheduler=True, checkpointing="reentrant"),
         # Gradients are looked at in the second step; later they may be used up.
@@ -261,13 +263,13 @@ def early_cases() -> list[Case]:
         replace(fp16, clipping=9.42, steps=16, family="odd", scheduler=True),
         replace(early, clipping=30.0, steps=12, resume_at=6, repeats=True),
         replace(early, clipping=30.0, steps=8, modify_weights=True, gather_all=True),
-        replace(early, clipping=30.0, steps=6, boundary="stepped", accumulation=2),
+        replace(early, clipping=30.0, steps=6, boundary="stepped", accumulation=2, repeats=True),
         replace(early, clipping=30.0, steps=7, accessors="read", walk="off", world=2),
         replace(early, clipping=30.0, steps=8, limit_bytes=LIMIT_SMALL_BYTES, split_master=False),
         # Where it pays: with norms on both sides of the limit, and without one.
         replace(auto, clipping=25.97),
         replace(auto, accessors="change", scheduler=True, accumulation=2, world=2),
-        replace(auto, clipping=1000.0, family="alternating", world=2),
+        replace(auto, clipping=1000.0, family="alternating", world=2, repeats=True),
         replace(auto, accessors="read", boundary="stepped", accumulation=3),
         replace(auto, dtype="fp16", scale_window=2, steps=18, world=2, modify_weights=True),
         replace(auto, resume_at=6, steps=18),
@@ -298,8 +300,8 @@ def activation_cases() -> list[Case]:
         replace(fp16, family="gpt2", checkpointing="reentrant"),
         replace(drive, saved_bytes=20 << 10, limit_bytes=LIMIT_SMALL_BYTES, walk="late"),
         replace(drive, verify="full", volumes=("3", "1"), resume_at=2, during_backward=True),
-        replace(fp16, params="none", clipping=1.0, family="unused"),
-        replace(drive, params="cpu", family="odd", gather_all=True),
+        replace(fp16, params="none", clipping=1.0, family="unused", repeats=True),
+        replace(drive, params="cpu", family="odd", gather_all=True, repeats=True),
         replace(drive, family="tiled", accumulation=4),
         replace(drive, family="liger", checkpointing="nonreentrant"),
     ]
@@ -309,7 +311,11 @@ def compiled_cases() -> list[Case]:
     """What torch.compile makes of the modules between DeepSpeed's hooks, with ours among them."""
     return [
         Case(compiled="aot_eager", family="qwen", saved_bytes=0, checkpointing="nonreentrant"),
-        Case(compiled="eager", family="mixtral", world=2, accumulation=2, saved_bytes=0),
+        Case(
+            **{"compiled": "eager", "family": "mixtral", "world": 2, "accumulation": 2},
+            saved_bytes=0,
+            repeats=True,
+        ),
         Case(compiled="inductor", during_backward=True),
     ]
 
@@ -328,7 +334,7 @@ def step_cases() -> list[Case]:
         replace(lora, resume_at=2, steps=6),
         replace(plain, family="alternating", accumulation=8),
         replace(plain, save_at=2, accumulation=4, family="unused", repeats=True),
-        replace(scaled, save_at=6),
+        replace(scaled, save_at=6, repeats=True),
         replace(scaled, resume_at=5, steps=12),
         replace(plain, modify_weights=True, gather_all=True, repeats=True),
         replace(plain, modify_weights=True, split_master=False),
@@ -336,7 +342,7 @@ def step_cases() -> list[Case]:
         replace(plain, limit_bytes=LIMIT_SMALL_BYTES, accumulation=4, repeats=True),
         replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, modify_weights=True),
         Case(during_backward=True, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, steps=4),
-        replace(scaled, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
+        replace(scaled, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4, repeats=True),
     ]
     # In turn: what a training shows with one rank, or late, it seldom shows otherwise.
     ways = itertools.cycle(((1, "late"), (2, "off"), (2, "late"), (1, "off")))
@@ -356,7 +362,7 @@ def script_cases() -> list[Case]:
         replace(cast, limit_bytes=LIMIT_SMALL_BYTES, world=2),
         replace(cast, resident_numel_max=4_000_000, clipping=1.0),
         replace(cast, sections=tuple(n for n in SECTIONS if n != "streaming.parameters")),
-        replace(cast, sections=WHOLE, resume_at=2, steps=4),
+        replace(cast, sections=WHOLE, resume_at=2, steps=4, repeats=True),
         Case(averages=True, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
         Case(averages=True, touched=True, steps=7, prefetch_numel=1_000_000, family="qwen"),
     ]
@@ -394,10 +400,10 @@ def resume_cases() -> list[Case]:
         replace(fp16, saver="stock", repeats=True),
         replace(plain, optimizer_type="TorchAdamW"),
         replace(plain, optimizer_type="Lion", saver="whole"),
-        replace(plain, optimizer_type="Adagrad"),
+        replace(plain, optimizer_type="Adagrad", repeats=True),
         replace(plain, params="cpu", dtype="fp32"),
-        replace(plain, optimizer="cpu"),
-        replace(plain, params="none", zero_init=False),
+        replace(plain, optimizer="cpu", repeats=True),
+        replace(plain, params="none", zero_init=False, repeats=True),
         replace(plain, family="unused"),
         replace(plain, family="alternating", resume_at=3, steps=5),
         replace(plain, family="alternating", resume_at=3, steps=5, sections=WHOLE, repeats=True),

@@ -31,13 +31,21 @@ def muon_cases() -> list[Case]:
         *muon_family_cases(),
         plain,
         replace(plain, dtype="fp16", steps=6, scale_power=16, scale_window=2, clipping=1.0),
-        replace(plain, dtype="fp16", world=2, steps=5),
+        replace(plain, dtype="fp16", world=2, steps=5, repeats=True),
         replace(plain, family="alternating", accumulation=3, steps=5, world=2),
         replace(clipped, family="alternating", steps=5, repeats=True),
         replace(plain, gradients_in_fp32=True, accumulation=2),
-        replace(plain, family="mixtral", params="cpu", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(
+            plain,
+            family="mixtral",
+            params="cpu",
+            sub_group_numel=SUB_GROUP_LARGE_NUMEL,
+            repeats=True,
+        ),
         replace(plain, family="unused", params="none"),
-        replace(plain, family="qwen", dtype="fp32", world=2, limit_bytes=LIMIT_LARGE_BYTES),
+        replace(
+            plain, family="qwen", dtype="fp32", world=2, limit_bytes=LIMIT_LARGE_BYTES, repeats=True
+        ),
         replace(plain, family="lora"),
         replace(plain, accessors="read"),
         # After the third step: in the fourth one some matrices get no gradient.
@@ -45,7 +53,7 @@ def muon_cases() -> list[Case]:
         replace(plain, accessors="set", family="alternating", steps=5, world=2),
         # Batches of experts, which ranks cut.
         replace(plain, accessors="change", world=2, family="mixtral"),
-        replace(plain, verify="full", volumes=("3", "1", "2"), resume_at=2, steps=4),
+        replace(plain, verify="full", volumes=("3", "1", "2"), resume_at=2, steps=4, repeats=True),
         replace(plain, saver="cpu", resume_at=2, steps=4, repeats=True),
         replace(plain, saver="other tiles", resume_at=3, steps=5, accumulation=2),
         *muon_resumed_cases(),
@@ -107,7 +115,9 @@ def muon_early_cases() -> list[Case]:
         replace(early, accessors="change", steps=3),
         replace(early, boundary="stepped", accumulation=3, repeats=True),
         replace(early, verify="full", volumes=("3", "1", "2"), split_master=False, repeats=True),
-        replace(early, saver="cpu", resume_at=2, dtype="fp16", scale_power=10, steps=6),
+        replace(
+            early, saver="cpu", resume_at=2, dtype="fp16", scale_power=10, steps=6, repeats=True
+        ),
         replace(early, family="odd", walk="off", persistence_numel=0, repeats=True),
         # After backward: with clipping, several ranks, and where nobody demands it.
         replace(early, clipping=1.0, repeats=True),

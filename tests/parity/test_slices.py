@@ -45,7 +45,7 @@ def close_cases() -> list[Case]:
     return [
         replace(PLAIN, world=2),  # the ranks' gradients
         replace(PLAIN, family="qwen2-tied"),  # the embedding's
-        replace(PLAIN, compiled="aot_eager"),  # each slice is a graph of its own
+        replace(PLAIN, compiled="aot_eager", repeats=True),  # each slice is a graph of its own
         replace(PLAIN, family="gpt2", repeats=True),  # learned positions: those of all sequences
         replace(PLAIN, accumulation=2, slices=2),  # those of the first micro-step
         replace(PLAIN, family="mixtral", world=2, saved_bytes=0, limit_bytes=24 << 20),
