@@ -33,8 +33,18 @@ from memascend.errors import CheckpointError
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A tensor's file."""
+
+    path: Path
+    #: As the manifest states it; "": that of the placeholder in DeepSpeed's file. Placeholders of
+    #: ours have the dtype in which a run keeps a state, and files may have a wider one.
+    dtype: str = ""
+
+
 #: By sub-group and state.
-Files = Mapping[tuple[int, str | None], Path]
+Files = Mapping[tuple[int, str | None], _File]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +169,13 @@ def open_source(part: RankFiles, target: TargetOptimizer) -> CheckpointSource:
         if part.manifest.optimizer != target.kind:
             raise _other_model(part, f"optimizer {part.manifest.optimizer}", target.kind)
         files: Files = {
-            (tensor.sub_group, tensor.state): part.folder / tensor.file
+            (tensor.sub_group, tensor.state): _File(part.folder / tensor.file, tensor.dtype)
             for tensor in part.manifest.tensors
         }
     else:
         _check_world(part, zero_states)
-        files = _stock_files(part.tensors, target.names)
+        found_files = _stock_files(part.tensors, target.names)
+        files = {key: _File(path) for key, path in found_files.items()}
     groups = zero_states["optimizer_state_dict"]["param_groups"]
     count = sum(len(group["params"]) for group in groups)
     if (len(groups), count) != (target.group_count, len(target.numels)):
@@ -193,8 +204,8 @@ def _add_sub_group(
     readers: dict[str | None, tuple[torch.dtype, Reader]] = {}
     scalars: dict[str, Any] = {}
     for state, value in values.items():
-        path = files.get((sub_group, state))
-        if path is None and state is not None:
+        file = files.get((sub_group, state))
+        if file is None and state is not None:
             # A verified checkpoint has all of its files: a state without one was still empty.
             is_verified = part.manifest is not None
             is_tensor = _is_elementwise(state, value, numel)
@@ -204,17 +215,18 @@ def _add_sub_group(
         if value.dtype != target.master_dtype and state is None:
             raise _other_model(part, f"master weights in {value.dtype}", target.master_dtype)
         reader: Reader
-        if path is not None:
-            dtype = str(value.dtype).removeprefix("torch.")
-            check_nbytes(path, path.stat().st_size, numel, dtype)
-            reader = FileReader(path)
+        dtype = value.dtype
+        if file is not None:
+            name_of_dtype = file.dtype or str(dtype).removeprefix("torch.")
+            check_nbytes(file.path, file.path.stat().st_size, numel, name_of_dtype)
+            dtype, reader = getattr(torch, name_of_dtype), FileReader(file.path)
         elif value.numel() == numel:
             is_mapped = zipfile.is_zipfile(part.states)
             reader = TensorReader(value.detach, is_mapped=is_mapped)
         else:
             what = f"{state}-{name}" if state else name
             raise missing_file(part.tensors / f"{what}.tensor.swp")
-        readers[state] = value.dtype, reader
+        readers[state] = dtype, reader
     source.add(sub_group, readers, scalars)
 
 
@@ -266,7 +278,7 @@ def read_zero_states(path: Path) -> Mapping[str, Any]:
     return zero_states
 
 
-def _stock_files(folder: Path, names: Sequence[str]) -> Files:
+def _stock_files(folder: Path, names: Sequence[str]) -> dict[tuple[int, str | None], Path]:
     """Return stock's files by sub-group and state.
 
     File names contain the ids of a sub-group's first and last parameter. Ids keep increasing from

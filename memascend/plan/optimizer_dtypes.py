@@ -129,7 +129,7 @@ def check_fewer(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     if block.streaming.optimizer.master_dtype == BF16_8:
         if is_muon(settings.optimizer.type):
             raise refusal_of_muon()
-        _check_parameters(settings)
+        _check_parameters(block, settings)
 
 
 def refusal_of_muon() -> ConfigError:
@@ -140,7 +140,7 @@ def refusal_of_muon() -> ConfigError:
     )
 
 
-def _check_parameters(settings: DeepSpeedSettings) -> None:
+def _check_parameters(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     """Raise ConfigError unless parameters may be a part of master weights."""
     where = settings.zero_optimization.offload_param.device
     found = ""
@@ -149,6 +149,13 @@ def _check_parameters(settings: DeepSpeedSettings) -> None:
     elif where != "nvme":
         found = f"zero_optimization.offload_param.device is {where!r}"
         remedy = 'Set it to "nvme"'
+    elif not block.streaming.parameters.enabled:
+        found, remedy = "memascend.streaming.parameters.enabled is false", "Turn it on"
+    elif "max_in_cpu" in settings.zero_optimization.offload_param.stated and (
+        block.host_memory_limit is None and settings.zero_optimization.offload_param.max_in_cpu
+    ):
+        found = "zero_optimization.offload_param.max_in_cpu keeps some in memory"
+        remedy = "Set memascend.host_memory_limit, which overrides it"
     if found:
         raise ConfigError(
             f'memascend.streaming.optimizer.master_dtype="{BF16_8}" stores 8 bits beside bf16 '

@@ -301,7 +301,7 @@ class PlanRequest:
             reuse_numel=zero.stage3_max_reuse_distance,
             master_dtype=master_dtype(settings),
             state_dtype=state_dtype(block, settings),
-            wants_split_master=steps.split_master and _steps_in_one_pass(block, settings),
+            wants_split_master=_wants_split_master(block, settings),
             low_itemsize=1 if steps.master_dtype == BF16_8 else 2,
             tile_bytes=steps.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
@@ -433,6 +433,15 @@ def why_not_during_backward(
             "stepped in one pass"
         )
     return ""
+
+
+def _wants_split_master(block: MemAscendConfig, settings: DeepSpeedSettings) -> bool:
+    """Return whether master weights are stored beside parameters, if these are bf16 on a drive.
+
+    Without the stream small parameters stay in memory, one in nearly every sub-group.
+    """
+    is_wanted = block.streaming.optimizer.split_master and block.streaming.parameters.enabled
+    return is_wanted and _steps_in_one_pass(block, settings)
 
 
 def _steps_in_one_pass(block: MemAscendConfig, settings: DeepSpeedSettings) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from memascend.checkpoint.files import TensorReader
+from memascend.checkpoint.manifest import Manifest, SubGroupEntry, TensorEntry
 from memascend.checkpoint.source import (
     LoadedTensor,
     RankFiles,
@@ -135,3 +137,37 @@ def test_a_tensor_that_is_read_counts_its_bytes() -> None:
     reader.close()
     assert counts == [16]
     assert torch.equal(target, value[4:])
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.uint8, torch.bfloat16])
+def test_a_file_has_the_dtype_that_the_manifest_states(tmp_path: Path, kept: torch.dtype) -> None:
+    """A placeholder in DeepSpeed's file has the dtype in which the run kept the state."""
+    values = [torch.randn(count) for count in NUMELS]
+    moments = [{"step": 3, "exp_avg": torch.empty(0, dtype=kept)} for _ in values]
+    torch.save(states([torch.empty(0)] * 2, moments), tmp_path / "optim_states.pt")
+    tensors = []
+    for number, value in enumerate(values):
+        for state, content in ((None, value), ("exp_avg", 2 * value)):
+            file = f"{state}-{number}"
+            (tmp_path / file).write_bytes(content.numpy().tobytes())
+            entry = {"sub_group": number, "state": state, "dtype": "float32", "file": file}
+            tensors.append(TensorEntry(**entry, numel=value.numel()))
+    manifest = Manifest(
+        memascend="0",
+        rank=0,
+        world=1,
+        global_step=3,
+        optimizer="Adam",
+        optimizer_step=3,
+        sub_groups=tuple(SubGroupEntry(numel=value.numel(), name="") for value in values),
+        tensors=tuple(tensors),
+        files=(),
+    )
+    source = open_source(
+        dataclasses.replace(part(tmp_path), manifest=manifest), target_of([""] * 2)
+    )
+    assert {tensor.dtype for tensor in source.tensors} == {torch.float32}
+    found = contents(source)
+    for number, value in enumerate(values):
+        assert found[number, None] == value.tolist()
+        assert found[number, "exp_avg"] == (2 * value).tolist()

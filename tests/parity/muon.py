@@ -91,6 +91,7 @@ def muon_resumed_cases() -> list[Case]:
         replace(clipped, saver="not clipped", world=2, family="odd"),
         replace(clipped, saver="cpu", world=2, family="gpt2"),
         replace(plain, saver="whole masters", repeats=True),
+        replace(plain, is_portable=False, family="odd"),
         replace(plain, saver="halves", split_master=False, world=2, family="odd"),
         replace(plain, saver="limit", world=2, repeats=True),
         replace(plain, family="alternating", resume_at=3, steps=5, repeats=True),

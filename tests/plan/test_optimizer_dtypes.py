@@ -149,6 +149,11 @@ def test_what_bf16_states_cannot_be_with_is_named(
             "offload_param.device is 'cpu'",
             'Set it to "nvme"',
         ),
+        (
+            {"bf16": {"enabled": True}, "offload_param": NVME | {"max_in_cpu": 10**9}},
+            "max_in_cpu keeps some in memory",
+            "Set memascend.host_memory_limit, which overrides it",
+        ),
     ],
 )
 def test_master_weights_of_24_bits_need_a_bf16_parameter_on_the_drive(
@@ -162,6 +167,19 @@ def test_master_weights_of_24_bits_need_a_bf16_parameter_on_the_drive(
     assert message.endswith(f"{found}. {remedy}, or leave master_dtype out")
     check(block, bf16={"enabled": True}, offload_param=NVME)
     check(BF16_BLOCK, **keys)
+
+
+def test_master_weights_of_24_bits_need_the_stream_of_parameters() -> None:
+    """Small ones would stay in memory, and with them whole master weights of most sub-groups."""
+    streams = {"optimizer": {"master_dtype": "bf16+8"}, "parameters": {"enabled": False}}
+    with pytest.raises(ConfigError, match=r"streaming\.parameters\.enabled is false\. Turn it on"):
+        check({"streaming": streams}, bf16={"enabled": True}, offload_param=NVME)
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    settings["zero_optimization"] |= dict.fromkeys(("offload_param", "offload_optimizer"), NVME)
+    for is_on in (True, False):
+        block = {"streaming": {"parameters": {"enabled": is_on}}}
+        request = PlanRequest.from_deepspeed(settings, block=parse_block(block))
+        assert request.splits_master == is_on
 
 
 def test_a_message_names_both_settings_and_how_to_leave_them_out() -> None:

@@ -67,14 +67,13 @@ def is_never_early(
 ) -> bool:
     """Return whether a run cannot step tiles early; log the reason."""
     is_demanded = runtime.config.streaming.optimizer.during_backward is True
-    level = logging.WARNING if is_demanded else logging.DEBUG
+    level = logging.WARNING if is_demanded else logging.INFO
     reason = _why_never(upstream, runtime, fused, streams_gradients=streams_gradients)
     if not reason and not is_demanded and runtime.plan is not None and not runtime.plan.spare_count:
         reason = (
             "under host_memory_limit there is no memory for gradients that wait for their tiles, "
             "or a step would write more"
         )
-        level = logging.INFO
     if reason and dist.get_rank() == 0:
         log.log(level, "memascend: %s has no effect: %s", KEY, reason)
     return bool(reason)

@@ -167,6 +167,13 @@ def _as_kept(
             "While they are loaded they go from %s: widened, which is exact, or rounded to nearest",
             " and from ".join(sorted(changes)),
         )
+    coded = [one for one in (*kept.values(), steps.momentum_dtype) if one is not None]
+    if tensors and any(map(is_code, coded)) and dist.get_rank() == 0:
+        log.info(
+            "memascend: moments are encoded in 8 bits while they are loaded: exact if a run with "
+            "this state_dtype, as many ranks and this sub_group_size has saved them, else rounded "
+            "to nearest"
+        )
     return [converted(one, wanted.get(one.state, one.dtype)) for one in tensors]
 
 
