@@ -1,0 +1,79 @@
+"""What DeepSpeed builds by itself and `memascend doctor` looks for, and folders it cannot use."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.cli import doctor
+
+
+def test_a_deepspeed_that_misses_the_cuda_toolkit_is_not_to_be_installed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deepspeed.py").write_text("raise Exception('CUDA_HOME does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(doctor.sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.18.4")
+    check = doctor._deepspeed()
+    assert check.state == "problem"
+    assert check.fix.startswith("set CUDA_HOME to a CUDA toolkit")
+
+
+@pytest.mark.parametrize("header", ["Python.h", "other.h"])
+@pytest.mark.parametrize("compiler", ["g++", None])
+@pytest.mark.parametrize("library", ["libaio.so.1", None])
+def test_what_deepspeed_builds_needs_a_compiler_headers_and_for_its_own_io_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any, compiler: Any, header: str
+) -> None:
+    (tmp_path / "libaio.h").touch()
+    (tmp_path / header).touch()
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: library)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
+    assert (doctor._libaio().state == "ok") == (None not in (library, compiler))
+    operators = doctor._compiler()
+    assert ("a C++ compiler" in operators.found) == (compiler is None)
+    assert ("Python's headers" in operators.found) == (header == "other.h")
+    assert (operators.state == "ok") == (compiler is not None and header == "Python.h")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "home", "is_built_without", "is_missing"),
+    [
+        ("12.8", None, False, True),
+        ("12.8", None, True, False),
+        ("12.8", "/usr/local/cuda", False, False),
+        (None, None, False, False),
+    ],
+)
+def test_an_older_deepspeed_beside_a_gpu_needs_the_cuda_toolkit(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    home: str | None,
+    is_built_without: bool,
+    is_missing: bool,
+) -> None:
+    torch = pytest.importorskip("torch")
+    cpp_extension = importlib.import_module("torch.utils.cpp_extension")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
+    monkeypatch.setattr(doctor, "is_able", lambda ability: is_built_without)
+    found = doctor._compiler()
+    assert ("the CUDA toolkit" in found.found) == is_missing
+    assert ("CUDA_HOME" in found.fix) == is_missing
+
+
+def test_a_folder_that_may_not_be_written_or_entered_is_a_problem_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert doctor._direct_io(tmp_path).fix == "choose a folder that you may write"
+    assert doctor.examine(Path("x" * 300))[-1].name == "path"  # is_dir() raises, as of that one
