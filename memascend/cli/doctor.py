@@ -428,8 +428,8 @@ def _direct_io(path: Path) -> Check:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        fix = "choose a folder on a local drive: ext4, xfs; not tmpfs, overlayfs, a network share"
-        fix = "choose a folder that you may write" if error.errno == errno.EACCES else fix
+        local = "choose a folder on a local drive: ext4, xfs; not tmpfs, overlayfs, a network share"
+        fix = "choose a folder that you may write" if error.errno == errno.EACCES else local
         return Check(name, "problem", f"O_DIRECT on {path.resolve()}: {error.strerror}", fix)
     return Check(name, "ok", f"smallest transfer {smallest} bytes")
 
