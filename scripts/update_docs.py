@@ -114,6 +114,12 @@ def machine() -> str:
     return "\n".join(lines)
 
 
+def answer(*, model: str = "Qwen/Qwen3-8B") -> str:
+    """Return the lines that answer before the plan's table."""
+    text = printed("plan", model, *_MACHINE)
+    return f"```text\n{text[: text.index(_TITLE_OF_TABLE)].rstrip()}\n```"
+
+
 def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
     """Return time, wear and drive space of the README's commands, with config's limit."""
     found = json.loads(printed("plan", model, "--limit", f"{limit_gib}GiB", *_MACHINE, "--json"))[
@@ -283,6 +289,8 @@ def of_form(shapes: ModelShapes) -> dict[str, int | bool]:
 
 _MACHINE = ("--device-memory", "24GiB", "--host-memory", "32GiB", "--drive-space", "2TB")
 _MACHINE += ("--fused-loss",)
+#: The line above the plan's table.
+_TITLE_OF_TABLE = " " * 20 + "one rank"
 _PEAKS = ("initialization", "step")
 _FIT = ("plan", "--table", "--fit", "--fused-loss")
 _MEMORY = ROOT / "docs" / "memory.md"
@@ -291,6 +299,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
     "host memory of an 8B": (ROOT / "README.md", host_memory),
     "quick start in numbers": (ROOT / "README.md", quick_start),
+    "answer of the plan": (ROOT / "docs" / "start.md", answer),
     "table of one pass": (ROOT / "docs" / "start.md", larger_batch),
     "table of one machine": (ROOT / "README.md", machine),
     "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),

@@ -237,7 +237,7 @@ def test_every_pod_of_the_pytorchjob_is_a_node_of_its_launcher() -> None:
 
 
 def test_a_file_that_was_not_run_says_so_at_its_top() -> None:
-    for path in sorted(DEPLOY.iterdir()):
+    for path in sorted(DEPLOY.rglob("*")):
         if path.suffix in (".sh", ".yaml") or path.name == "Dockerfile":
             top = path.read_text(encoding="utf-8")[:300].lower()
             assert "unrun" in top, path.name
