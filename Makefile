@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 # Processes that run tests beside each other. Tests that start two ranks keep two cores busy already.
 PYTEST_JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadgroup --no-loadscope-reorder --durations=10
+# Of the tests that `make test` leaves out: 2/3 is the second of three shares.
+SHARE ?= 1/1
 BENCH_ARGS ?=
 KILL_ARGS ?=
 SOAK_ARGS ?=
@@ -73,8 +75,8 @@ device: environment # the emulated device that tests/device trains on
 test: environment device ## the Python tests of every feature, in about eleven minutes
 	$(PYTEST) -m "not full and not matrix" $(PYTEST_ARGS)
 
-test-all: environment device ## all Python tests but those that repeat others, as most of the emulated device's do
-	$(PYTEST) -m "not matrix and not coarse" --hypothesis-profile=full $(PYTEST_ARGS)
+test-all: environment device ## all Python tests but those that repeat others; SHARE=2/3 is a share of the slow ones
+	$(PYTEST) -m "not matrix and not coarse" --hypothesis-profile=full --share $(SHARE) $(PYTEST_ARGS)
 
 test-device: environment device ## everything on the emulated device, with every seed, for hours
 	$(PYTEST) --device-seeds $(DEVICE_SEEDS) tests/device $(PYTEST_ARGS)

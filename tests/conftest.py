@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -65,8 +66,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Have one process run what shares a module's fixtures or a worker group, the longest first."""
+    share = config.getoption("--share")
+    config.hook.pytest_deselected(items=[item for item in items if not is_of_share(item, share)])
+    items[:] = [item for item in items if is_of_share(item, share)]
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     items.sort(key=lambda item: _place_of(_group_of(item)))
@@ -76,6 +80,28 @@ def pytest_collection_finish() -> None:
     """Thousands of tests and all that they import stay: no later collection looks through them."""
     gc.collect()
     gc.freeze()
+
+
+def share_named(text: str) -> tuple[int, int]:
+    """Read `2/3` as the second of three shares."""
+    number, count = (int(part) for part in text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(text)
+    return number, count
+
+
+def is_of_share(item: pytest.Item, share: tuple[int, int]) -> bool:
+    """Tell whether a test runs in that share: those of `make test` do in each.
+
+    Runs of parity and of the device are divided one by one, other files are not: their tests share
+    what takes long.
+    """
+    if not item.get_closest_marker("full"):
+        return True
+    number, count = share
+    group = _group_of(item)
+    key = group if group.endswith(".py") else item.nodeid
+    return zlib.crc32(key.encode()) % count == number - 1
 
 
 def _group_of(item: pytest.Item) -> str:
@@ -122,6 +148,12 @@ def _place_of(group: str) -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--some-must-run", action="store_true", help="fail when every test was skipped"
+    )
+    parser.addoption(
+        "--share",
+        type=share_named,
+        default="1/1",
+        help="of the tests that `make test` leaves out; 2/3 is the second of three shares",
     )
     parser.addoption(
         "--device-seeds",

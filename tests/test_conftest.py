@@ -6,6 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import conftest
 
 TESTS = """
 import pytest
@@ -34,3 +39,37 @@ def test_one_process_runs_a_group(tmp_path: Path) -> None:
     runs = re.findall(r"^\[(gw\d)\].* PASSED .*::test_one_of_(\w+)\[", done.stdout, re.MULTILINE)
     assert len(runs) == 12
     assert len(set(runs)) == 2
+
+
+class Slow:
+    """As much of a slow test as its share depends on."""
+
+    def __init__(self, nodeid: str, marks: tuple[str, ...] = ("full",)) -> None:
+        self.nodeid = nodeid
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+SHARES = [conftest.share_named(text) for text in ("1/3", "2/3", "3/3")]
+
+
+def shares_of(item: Any) -> list[int]:
+    return [number for number, count in SHARES if conftest.is_of_share(item, (number, count))]
+
+
+def test_each_slow_test_is_in_one_share_and_the_others_are_in_all() -> None:
+    cases = [shares_of(Slow(f"tests/parity/test_parity.py::test[{n}]")) for n in range(300)]
+    assert all(len(numbers) == 1 for numbers in cases)
+    assert all(80 < cases.count([number]) < 120 for number in (1, 2, 3))
+    programs = [shares_of(Slow(f"tests/examples/test_x.py::test[{n}]")) for n in range(9)]
+    assert programs == programs[:1] * 9  # they share what takes long
+    assert shares_of(Slow("tests/parity/test_parity.py::test[1]", marks=())) == [1, 2, 3]
+    assert conftest.is_of_share(Slow("tests/a.py::test"), conftest.share_named("1/1"))
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "third", "1", "1/2/3"])
+def test_a_share_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        conftest.share_named(text)
