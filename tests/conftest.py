@@ -93,15 +93,14 @@ def share_named(text: str) -> tuple[int, int]:
 def is_of_share(item: pytest.Item, share: tuple[int, int]) -> bool:
     """Tell whether a test runs in that share: those of `make test` do in each.
 
-    Runs of parity and of the device are divided one by one, other files are not: their tests share
-    what takes long.
+    Tests of one file with the same parameters go together: many look at one run of a program.
     """
     if not item.get_closest_marker("full"):
         return True
     number, count = share
-    group = _group_of(item)
-    key = group if group.endswith(".py") else item.nodeid
-    return zlib.crc32(key.encode()) % count == number - 1
+    path, _, name = item.nodeid.partition("::")
+    function, _, parameters = name.partition("[")
+    return zlib.crc32(f"{path} {parameters or function}".encode()) % count == number - 1
 
 
 def _group_of(item: pytest.Item) -> str:

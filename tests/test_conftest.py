@@ -63,8 +63,8 @@ def test_each_slow_test_is_in_one_share_and_the_others_are_in_all() -> None:
     cases = [shares_of(Slow(f"tests/parity/test_parity.py::test[{n}]")) for n in range(300)]
     assert all(len(numbers) == 1 for numbers in cases)
     assert all(80 < cases.count([number]) < 120 for number in (1, 2, 3))
-    programs = [shares_of(Slow(f"tests/examples/test_x.py::test[{n}]")) for n in range(9)]
-    assert programs == programs[:1] * 9  # they share what takes long
+    looks = [shares_of(Slow(f"tests/a.py::test_{n}[one run]")) for n in range(9)]
+    assert looks == looks[:1] * 9
     assert shares_of(Slow("tests/parity/test_parity.py::test[1]", marks=())) == [1, 2, 3]
     assert conftest.is_of_share(Slow("tests/a.py::test"), conftest.share_named("1/1"))
 
