@@ -50,7 +50,7 @@ def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
         assert (one["lost"], one["saved"]) == (0, 0), one
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_engine_calls_inside_a_running_backward_give_the_gradients_of_torch(
     tmp_path: Path, world: int
 ) -> None:

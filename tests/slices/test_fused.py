@@ -30,6 +30,7 @@ if not hasattr(utils, "add_fused_lm_head"):
 
 OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 ITEMS = 77
+WORD_COUNT = 64
 
 
 def fused(family: str) -> tuple[Any, dict[str, Any]]:
@@ -39,16 +40,20 @@ def fused(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def with_liger(family: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model with Liger's loss, and a batch of few tokens for Triton's interpreter.
+    """Return a model with Liger's loss, and a batch, small enough for Triton's interpreter.
 
-    Other kernels of Liger do not run in it.
+    It takes milliseconds for each word of the vocabulary. Other kernels of Liger do not run in it.
     """
     monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
     model: Any = make(family)
     apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     kernels = dict.fromkeys(inspect.signature(apply).parameters, False)
     apply(**kernels | {"model": model, "fused_linear_cross_entropy": True})
-    return model, {name: one[:, :6] for name, one in batch(model).items()}
+    inputs = {name: one[:, :6] for name, one in batch(model).items()}
+    model.resize_token_embeddings(WORD_COUNT)
+    for name in ("input_ids", "labels"):
+        inputs[name] = inputs[name].where(inputs[name] < 0, inputs[name] % WORD_COUNT)
+    return model, inputs
 
 
 def train(model: Any, inputs: dict[str, Any], count: int) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -20,8 +20,8 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "sliced_passes_program.py"
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (1, []),
-        (1, ["--tied"]),
+        pytest.param(1, [], marks=pytest.mark.full),
+        pytest.param(1, ["--tied"], marks=pytest.mark.full),
         (1, ["--without-number", "--leaves"]),
         (2, ["--by-slice", "--fails-in-forward"]),
         pytest.param(2, [], marks=pytest.mark.full),
