@@ -44,6 +44,8 @@ MODEL_COUNT = {"dpo": 2}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 each_example = pytest.mark.parametrize("name", NAMES)
+#: Named as a parameter, so that whoever runs a share of the tests makes its run once.
+the_trainer = pytest.mark.parametrize("name", ["trainer"])
 
 
 @dataclasses.dataclass
@@ -161,9 +163,10 @@ def test_an_example_gives_the_bits_of_cpu_offload(name: str, runs: Runs) -> None
 @pytest.mark.deepspeed
 @pytest.mark.full
 @needs_entry_point
-def test_a_resumed_trainer_ends_like_one_never_interrupted(runs: Runs) -> None:
-    needed("trainer")
-    _, stock = runs.of("trainer")
+@the_trainer
+def test_a_resumed_trainer_ends_like_one_never_interrupted(name: str, runs: Runs) -> None:
+    needed(name)
+    _, stock = runs.of(name)
     folder = runs.folder / "trainer ours"
     shutil.rmtree(folder / "out" / "checkpoint-3")
     again = train("trainer", folder, runs.toys, "--resume_from_checkpoint", "last")
@@ -177,9 +180,25 @@ def test_a_resumed_trainer_ends_like_one_never_interrupted(runs: Runs) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.full
 @needs_entry_point
-def test_what_an_example_saves_is_a_model_to_start_from(runs: Runs) -> None:
-    needed("trainer")
-    runs.of("trainer")
+@the_trainer
+def test_an_example_prints_what_the_page_shows(name: str, runs: Runs) -> None:
+    needed(name)
+    ours, _ = runs.of(name)
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    lines = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(lines) > 5
+    for line in lines:
+        words = re.escape(line).replace(r"\.\.\.", ".*")
+        assert re.search(re.sub(r"\d+(\\\.\d+)?", r"[\\d.]+", words), ours.log), line
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+@needs_entry_point
+@the_trainer
+def test_what_an_example_saves_is_a_model_to_start_from(name: str, runs: Runs) -> None:
+    needed(name)
+    runs.of(name)
     transformers = pytest.importorskip("transformers")
     out = runs.folder / "trainer ours" / "out"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
