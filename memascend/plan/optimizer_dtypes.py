@@ -168,19 +168,20 @@ def _keys(fewer: str) -> str:
 
 
 def refusal_of_quantized(optimizer: str) -> ConfigError | None:
-    """Return the error for another package's optimizer with quantized states; None: it has none.
+    """Return the error for another package's quantized or paged optimizer; None: it is neither.
 
     Args:
         optimizer: Its name in the DeepSpeed JSON, or its class with the module.
     """
     name = optimizer.rpartition(".")[2].lower().replace("_", "")
+    is_narrow = any(bits in name for bits in ("4bit", "8bit", "fp8"))
     packages = ("bitsandbytes.", "torchao.")
-    if not optimizer.startswith(packages) and "8bit" not in name:
+    if not optimizer.startswith(packages) and not is_narrow and not name.startswith("paged"):
         return None
     return ConfigError(
-        f"the optimizer {optimizer} keeps quantized states of its own, for weights on the device, "
-        "and ZeRO-3 with offload cannot step with it. fix: let DeepSpeed make the optimizer "
-        '("optimizer": {"type": "AdamW", "params": {...}} in the DeepSpeed JSON, or '
+        f"the optimizer {optimizer} keeps quantized or paged states of its own, for weights on the "
+        "device, and ZeRO-3 with offload cannot step with it. fix: let DeepSpeed make the "
+        'optimizer ("optimizer": {"type": "AdamW", "params": {...}} in the DeepSpeed JSON, or '
         'optim="adamw_torch" in the Trainer), and set memascend.streaming.optimizer.state_dtype to '
         '"int8": then Adam\'s moments have 8 bits'
     )

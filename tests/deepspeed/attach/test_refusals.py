@@ -92,10 +92,13 @@ TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
             r"offload_optimizer\.super_offload",
             r"Remove zero_optimization\.offload_optimizer\.super_offload",
         ),
-        (
-            changed("optimizer.type", "AdamW8bit"),
-            "the optimizer AdamW8bit keeps quantized states of its own",
-            r'memascend\.streaming\.optimizer\.state_dtype to "int8"',
+        *(
+            (
+                changed("optimizer.type", name),
+                f"the optimizer {name} keeps quantized or paged states of its own",
+                r'memascend\.streaming\.optimizer\.state_dtype to "int8"',
+            )
+            for name in ("AdamW8bit", "adamw_4bit", "PagedAdamW", "AdamWFp8")
         ),
         (
             changed("optimizer.type", "Lamb"),
