@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from memascend.deepspeed.optimizer.replaced import refuse_replaced
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import refusal_of_quantized
@@ -27,6 +28,7 @@ def refuse(module: torch.nn.Module, optimizer: Any) -> None:
     kind = type(optimizer)
     if error := refusal_of_quantized(f"{kind.__module__}.{kind.__qualname__}"):
         raise error
+    refuse_replaced(optimizer)
 
 
 def refuse_muon_of_torch(optimizer: Any) -> None:

@@ -1,8 +1,8 @@
 """The only file that assigns to DeepSpeed: watches for a block, and installs the table of seams.
 
 Nothing is replaced until a config with an active `memascend` block is constructed; a wrapper around
-DeepSpeedConfig's constructor watches for it. Every replacement is a dispatcher, so models without a
-block run stock code after arming too.
+DeepSpeedConfig's constructor watches for it, and one in accelerate notes the optimizer of a script.
+Every replacement is a dispatcher, so models without a block run stock code after arming too.
 
 Replacements use names that another DeepSpeed release may not have. So they are imported only after
 the fingerprints are compared: another release must be refused, not end in an ImportError.
@@ -20,6 +20,7 @@ from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.config.environment import is_disabled
 from memascend.deepspeed.attach.refusals import check_config
+from memascend.deepspeed.seams import accelerate as accelerate_seams
 from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams import trl as trl_seams
@@ -70,6 +71,7 @@ def observe(config_module: types.ModuleType) -> None:
 
     construct.__memascend__ = True  # type: ignore[attr-defined]
     config_class.__init__ = construct
+    accelerate_seams.watch()
 
 
 # -- arming --------------------------------------------------------------------------------------
