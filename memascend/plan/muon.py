@@ -32,12 +32,14 @@ GATHERED_VALUES = 4
 
 
 def matrices_of(shapes: ModelShapes) -> list[TensorShape]:
-    """Return the parameters that Muon updates."""
-    return [
-        tensor
-        for tensor in shapes.trainable
-        if len(tensor.shape) >= 2 and not any(word in tensor.name.lower() for word in ADAM_KEYWORDS)
-    ]
+    """Return the parameters that Muon updates: as the model says, else as DeepSpeed would."""
+    return [tensor for tensor in shapes.trainable if _is_matrix(tensor)]
+
+
+def _is_matrix(tensor: TensorShape) -> bool:
+    by_name = not any(word in tensor.name.lower() for word in ADAM_KEYWORDS)
+    is_muons = by_name if tensor.uses_muon is None else tensor.uses_muon
+    return len(tensor.shape) >= 2 and is_muons
 
 
 def matrix_names(shapes: ModelShapes, request: PlanRequest) -> frozenset[str]:

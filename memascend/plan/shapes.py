@@ -32,6 +32,8 @@ class TensorShape:
     shape: tuple[int, ...]
     trainable: bool = True
     itemsize: int | None = None  # bytes of an element; None: those of the dtype of training
+    #: Whether Muon updates it, of a model whose script or DeepSpeed says so; None: by its name.
+    uses_muon: bool | None = None
 
     @property
     def numel(self) -> int:
@@ -123,7 +125,8 @@ class ModelShapes:
 def from_module(module: Any, name: str | None = None) -> ModelShapes:
     """Return the shapes of a torch module, partitioned by `zero.Init` or not.
 
-    Only `named_parameters(remove_duplicate=False)` is used. The class is the default name.
+    Only `named_parameters(remove_duplicate=False)` is used. The class is the default name. If any
+    parameter has `use_muon`, those without it are not Muon's, as DeepSpeed reads them.
 
     Raises:
         ConfigError: The module has no parameters.
@@ -131,7 +134,9 @@ def from_module(module: Any, name: str | None = None) -> ModelShapes:
     tensors: list[TensorShape] = []
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for parameter_name, parameter in module.named_parameters(remove_duplicate=False):
+    named = list(module.named_parameters(remove_duplicate=False))
+    is_told = any(hasattr(parameter, "use_muon") for _, parameter in named)
+    for parameter_name, parameter in named:
         if id(parameter) in names:
             tied[parameter_name] = names[id(parameter)]
             continue
@@ -142,7 +147,9 @@ def from_module(module: Any, name: str | None = None) -> ModelShapes:
         # as packed weights or norms in fp32.
         stored = None if parameter.requires_grad else getattr(parameter, "ds_tensor", parameter)
         itemsize = None if stored is None else stored.dtype.itemsize
-        tensors.append(TensorShape(parameter_name, shape, parameter.requires_grad, itemsize))
+        uses_muon = bool(getattr(parameter, "use_muon", False)) if is_told else None
+        is_trained = parameter.requires_grad
+        tensors.append(TensorShape(parameter_name, shape, is_trained, itemsize, uses_muon))
     return _checked(name or type(module).__name__, tensors, tied)
 
 

@@ -118,7 +118,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": options.sum_dtype},
         "gradient_clipping": options.clipping,
-        "optimizer": {"type": "Muon" if options.muon else "AdamW", "params": {"lr": 1e-3}},
+        **_optimizer(options),
         "zero_optimization": {
             "stage": 3,
             "reduce_scatter": not options.muon,  # which Muon refuses
@@ -142,6 +142,22 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
             },
         },
     }
+
+
+def _optimizer(options: argparse.Namespace) -> dict[str, Any]:
+    if options.client:
+        return {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    return {"optimizer": {"type": "Muon" if options.muon else "AdamW", "params": {"lr": 1e-3}}}
+
+
+def client_muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make DeepSpeed's Muon as a script does, which the JSON does not name then."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    params = list(model.parameters())
+    for param in params:
+        param.use_muon = True
+    return MuonWithAuxAdam([{"params": params, "lr": 1e-3, "use_muon": True}])
 
 
 def train(engine: Any, steps: int, options: argparse.Namespace) -> None:
@@ -170,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--master-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
     parser.add_argument("--muon", action="store_true")
+    parser.add_argument("--client", action="store_true", help="the script makes Muon")
     parser.add_argument("--clipping", type=float, default=0.0)
     parser.add_argument("--no-limit", action="store_true")
     parser.add_argument("--limit", default=LIMIT)
@@ -183,7 +200,8 @@ def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
             model = Stack(options.recomputes, options.matrices)
         gathers.model = model
-        engine = deepspeed.initialize(model=model, config=settings)[0]
+        optimizer = client_muon(model) if options.client else None
+        engine = deepspeed.initialize(model=model, config=settings, optimizer=optimizer)[0]
         train(engine, WARMUPS, options)
         store, plan = engine.memascend.runtime.store, engine.memascend.runtime.plan
         before, kernel_before = store.stats(), storage_bytes()

@@ -41,6 +41,20 @@ def test_matrices_are_what_deepspeed_gives_to_muon() -> None:
     assert [one.name for one in matrices_of(model)] == ["layers.0.up.weight"]
 
 
+def test_a_model_that_says_itself_which_are_muons_is_believed() -> None:
+    """A script that makes the optimizer chooses, whatever the names are."""
+    told = {"embed.weight": True, "layers.0.up.weight": False, "norm.weight": True}
+    dims = [(8, 4), (8, 4), (4,)]
+    model = ModelShapes(
+        "m",
+        tuple(
+            TensorShape(name, shape, uses_muon=is_muons)
+            for (name, is_muons), shape in zip(told.items(), dims, strict=True)
+        ),
+    )
+    assert [one.name for one in matrices_of(model)] == ["embed.weight"]
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (48, 8)])
 def test_the_norm_is_that_of_orthogonal_matrices(shape: tuple[int, int]) -> None:
     u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)

@@ -85,6 +85,15 @@ def test_a_frozen_shard_has_a_dtype_of_its_own_whatever_stands_for_the_parameter
     assert TensorShape("b", (4, 8)).shard_bytes(3, 2) == 22
 
 
+def test_a_modules_own_choice_of_muons_parameters_is_kept() -> None:
+    """DeepSpeed takes a parameter without the attribute for one of Adam."""
+    muons, others = (SimpleNamespace(shape=(4, 4), requires_grad=True) for _ in range(2))
+    named = (("a", muons), ("b", others))
+    assert [one.uses_muon for one in from_module(FakeModule(*named)).tensors] == [None, None]
+    muons.use_muon = True
+    assert [one.uses_muon for one in from_module(FakeModule(*named)).tensors] == [True, False]
+
+
 def test_a_module_without_parameters_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no parameters"):
         from_module(FakeModule())

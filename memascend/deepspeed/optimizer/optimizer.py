@@ -30,6 +30,7 @@ from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.values import Part, set_local_gradient, set_local_state
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.deepspeed.plan.optimizers import named_as
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -56,7 +57,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         assert config is not None
         given = keywords | {"init_optimizer": init_optimizer}
         streams_gradients, is_tiled = choose_streams(config, given)
-        self.settings = parse_deepspeed(ds_config)
+        self.settings = named_as(parse_deepspeed(ds_config), init_optimizer)
         refuse(module, init_optimizer)
         self.upstream = upstream = Upstream(self)
         self._construction = Construction(upstream, config, self.settings)

@@ -6,12 +6,26 @@ from typing import Any
 
 import torch
 
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.optimizers import MOMENTUM, is_muon, kind_of, state_count_of
 
 #: A class of a known name in another package, or a subclass, is not known.
 _KNOWN_PACKAGES = ("torch.optim.", "deepspeed.ops.", "deepspeed.runtime.zero.muon.")
 #: Dtypes of the second moment, by `streaming.optimizer.state_dtype`.
 _SECOND_BESIDE_CODES = {"int8": torch.uint8, "int8/bf16": torch.bfloat16}
+
+
+def named_as(settings: DeepSpeedSettings, optimizer: Any) -> DeepSpeedSettings:
+    """Return settings that name Muon if the live optimizer is Muon, and another one if it is not.
+
+    A script may make an optimizer that the JSON does not name.
+    """
+    name = type(optimizer).__name__
+    if is_muon(name) == is_muon(settings.optimizer.type):
+        return settings
+    name = {"MuonWithAuxAdam": "Muon", "DeepSpeedCPUAdam": "AdamW"}.get(name, name)
+    live = settings.optimizer.model_copy(update={"type": name})
+    return settings.model_copy(update={"optimizer": live})
 
 
 def is_elementwise(optimizer: Any) -> bool:

@@ -10,9 +10,11 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.plan.optimizers import (
     initial_state,
     is_elementwise,
+    named_as,
     state_count,
     state_dtype,
 )
@@ -127,6 +129,26 @@ def test_states_follow_the_master_weights_only_where_deepspeed_is_told_so(
 ) -> None:
     optimizer = SimpleNamespace(**keywords)
     assert state_dtype(optimizer, torch.float16, asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("live", "stated", "named"),
+    [
+        ("MuonWithAuxAdam", "AdamW", "Muon"),  # the JSON's default
+        ("MuonWithAuxAdam", "Muon", "Muon"),
+        ("DeepSpeedCPUAdam", "Muon", "AdamW"),
+        ("SGD", "Muon", "SGD"),
+        ("SGD", "Adam", "Adam"),
+    ],
+)
+def test_settings_name_muon_if_the_live_optimizer_is_muon(
+    live: str, stated: str, named: str
+) -> None:
+    settings = parse_deepspeed({"optimizer": {"type": stated, "params": {"lr": 1e-3}}})
+    found = named_as(settings, type(live, (), {})())
+    assert found.optimizer.type == named
+    assert found.optimizer.params == settings.optimizer.params
+    assert found.zero_optimization == settings.zero_optimization
 
 
 def test_muon_has_momentum_for_matrices_and_adams_moments_for_the_rest() -> None:
