@@ -25,10 +25,8 @@ ADAM_KEYWORDS = ("embed", "lm_head")
 EXAMPLE = "Llama-3.1-8B"
 #: On the device, for each element of a matrix that is updated: its gradient and momentum, and the
 #: temporaries of Newton-Schulz. During backward one more: the gradient stays, for an update that
-#: cannot be made.
+#: cannot be made. Buffers of a gather, with several ranks, are fewer and gone by then.
 UPDATE_VALUES = 8
-#: The same with several ranks: buffers of the gather, for gradient and momentum.
-GATHERED_VALUES = 4
 
 
 def matrices_of(shapes: ModelShapes) -> list[TensorShape]:
@@ -143,8 +141,7 @@ def update_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     if not matrices_numel(shapes, request):
         return 0
     largest = max(tensor.numel for tensor in matrices_of(shapes))
-    values = UPDATE_VALUES + GATHERED_VALUES * (request.world > 1) + request.during_backward
-    return largest * values * request.gradient_itemsize
+    return largest * (UPDATE_VALUES + request.during_backward) * request.gradient_itemsize
 
 
 def note_device(shapes: ModelShapes, request: PlanRequest) -> str:

@@ -66,6 +66,7 @@ def make(
         "get_param_id": lambda param: param.ds_id,
         "sub_group_to_group_id": {number: int(number in others) for number in range(len(NAMES))},
         "_partitioned_buffers_all_gather": _views,
+        "_clear_muon_allgather_buffers": lambda: None,
     }
     section = {"during_backward": early} | (block or {})
     optimizer = Tiled(

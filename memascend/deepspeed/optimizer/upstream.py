@@ -135,14 +135,12 @@ class Upstream:
 
     def wait_writes(self) -> None:
         """Wait until our parameter swapper has written all shards, if there is one."""
-        swapper = self.parameter_swapper
-        if swapper is not None:
+        if (swapper := self.parameter_swapper) is not None:
             swapper.synchronize_writes()
 
     def drop_unused_shards(self) -> None:
         """Release shards that were read ahead and not used."""
-        swapper = self.parameter_swapper
-        if swapper is not None:
+        if (swapper := self.parameter_swapper) is not None:
             swapper.drop_unused()
 
     @property
@@ -487,6 +485,8 @@ class Upstream:
         (gradient,), (momentum,) = self._stage3._partitioned_buffers_all_gather(
             [param], [gradient], self.accumulation_dtype, [momentum]
         )
+        # DeepSpeed keeps buffers, of 256 MiB together, for the next matrix and beyond the step.
+        self._stage3._clear_muon_allgather_buffers()
         return gradient, momentum
 
     # -- the end ---------------------------------------------------------------------------------

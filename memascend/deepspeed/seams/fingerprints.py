@@ -157,6 +157,7 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads": "0.18.4 9e6c8bf75c3c5efa 0.19.3 dd4a12fcc15ee530",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._apply_muon_updates_cpu_offload": "0.18.4 missing 0.19.8 3a090f082536a8fd",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._clear_fp32_optimizer_param_groups": "0.18.4 3ebe429f954c6ac3",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._clear_muon_allgather_buffers": "0.18.4 missing 0.19.8 7e7b0cf8981f7646",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading": "0.18.4 ab5d45dfc2c19929",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping": "0.18.4 8d9da0769277d6c5",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2": "0.18.4 02549be010832585 0.19.6 2a3cf141ca6b6a7c",

@@ -283,6 +283,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "step",
             "_apply_muon_updates_cpu_offload",
             "_partitioned_buffers_all_gather",
+            "_clear_muon_allgather_buffers",
             "_prepare_sub_group",
             "unscale_and_clip_grads",
             "_optimizer_step",

@@ -79,3 +79,22 @@ def test_only_parameters_that_got_a_gradient_are_reduced() -> None:
 def test_fast_init_is_turned_off_and_was_on_once() -> None:
     stage3 = SimpleNamespace(offload_optimizer_fast_init=True)
     assert [Upstream(stage3).skip_fast_init() for _ in range(2)] == [True, False]
+
+
+def test_buffers_of_a_gathered_matrix_are_not_kept() -> None:
+    """DeepSpeed keeps up to 256 MiB of them on the device until the engine is destroyed."""
+    kept: list[torch.Tensor] = []
+
+    def gather(params: Any, *lists: Any) -> list[list[torch.Tensor]]:
+        kept.append(torch.empty(4))
+        gradients, dtype, momenta = lists
+        return [[one.to(dtype) for one in some] for some in (gradients, momenta)]
+
+    stage3 = SimpleNamespace(
+        gradient_accumulation_dtype=torch.bfloat16,
+        _partitioned_buffers_all_gather=gather,
+        _clear_muon_allgather_buffers=kept.clear,
+    )
+    gradient, momentum = Upstream(stage3).gather_matrix(object(), torch.ones(3), torch.zeros(3))
+    assert (gradient.sum(), momentum.sum()) == (3, 0)
+    assert kept == []
