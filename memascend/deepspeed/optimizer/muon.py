@@ -195,7 +195,7 @@ class MuonUpdates(WorkAhead):
 
     def _any_rank(self, flags: list[bool]) -> list[bool]:
         """Return whether each flag is set on any rank that shares the parameters; a collective."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if _rank_count() == 1:
             return flags
         found = torch.tensor(flags, dtype=torch.int32, device=self._runtime.device.name)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._upstream.process_group)
@@ -241,17 +241,30 @@ class MuonUpdates(WorkAhead):
     def _update(self, matrix: _Matrix, following: _Matrix | None) -> _Made:
         """Update a matrix, whose values are on the drive, and note the norm."""
         upstream = self._upstream
-        read = upstream.gather_matrix(matrix.param, *self._stream.read(matrix.part))
-        if following is not None:
-            self._stream.expect(following.part)
-        try:
-            made = self._make(matrix, *read, upstream.loss_scale)
-        except torch.OutOfMemoryError:  # the next matrix may have had the memory
-            self._stream.give_up()
-            raise
+        made = self._make_beside(matrix, following)
+        if made is None:  # the first try's memory is free by now, and nothing was written
+            made = self._make(matrix, *self._read(matrix), upstream.loss_scale)
         self._stream.prefetch()  # while the device computes
         upstream.note_norm(matrix.param, made.norm)
         return made
+
+    def _make_beside(self, matrix: _Matrix, following: _Matrix | None) -> _Made | None:
+        """Update a matrix beside memory for the next one; None: there was too little for both."""
+        read = self._read(matrix)
+        if following is not None:
+            self._stream.expect(following.part)
+        try:
+            return self._make(matrix, *read, self._upstream.loss_scale)
+        except torch.OutOfMemoryError:
+            # Several ranks would have to gather it again together.
+            if _rank_count() > 1 or not self._stream.is_expecting:
+                raise
+            self._stream.give_up()
+            return None
+
+    def _read(self, matrix: _Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (gradient, momentum), whole, as new tensors; a collective."""
+        return self._upstream.gather_matrix(matrix.param, *self._stream.read(matrix.part))
 
     def _make(
         self, matrix: _Matrix, gradient: torch.Tensor, momentum: torch.Tensor, scale: float
@@ -461,6 +474,10 @@ def _call(
 def uses_muon(params: Any) -> bool:
     """Return whether Muon updates the parameters of a sub-group: all of them, or none."""
     return any(getattr(param, "use_muon", False) for param in params)
+
+
+def _rank_count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _narrower(accumulated: torch.dtype, communicated: torch.dtype) -> torch.dtype:

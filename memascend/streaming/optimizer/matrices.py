@@ -115,6 +115,11 @@ class MatrixStream:
         except torch.OutOfMemoryError:
             self.give_up()
 
+    @property
+    def is_expecting(self) -> bool:
+        """Whether the next matrix has memory on the device."""
+        return self._coming is not None
+
     def give_up(self) -> None:
         """Expect no matrix any more: the device has no memory for two."""
         if self._has_memory:
