@@ -9,6 +9,7 @@ import torch
 from memascend.deepspeed.optimizer.replaced import refuse_replaced
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.errors import ConfigError
+from memascend.plan.muon import CONVOLUTION_DIMENSIONS
 from memascend.plan.optimizer_dtypes import refusal_of_quantized
 
 #: Parameter dtypes that can be trained, besides a model that is all fp64.
@@ -25,6 +26,7 @@ def refuse(module: torch.nn.Module, optimizer: Any) -> None:
     refuse_nothing_to_train(module, optimizer)
     refuse_dtypes(optimizer)
     refuse_muon_of_torch(optimizer)
+    refuse_muon_of_convolutions(module, optimizer)
     kind = type(optimizer)
     if error := refusal_of_quantized(f"{kind.__module__}.{kind.__qualname__}"):
         raise error
@@ -40,6 +42,26 @@ def refuse_muon_of_torch(optimizer: Any) -> None:
             "DeepSpeed's CPU offload fails in its first step. Let DeepSpeed make the optimizer: "
             '"optimizer": {"type": "Muon", "params": {...}} in the JSON (DeepSpeed 0.19.8 or later)'
         )
+
+
+def refuse_muon_of_convolutions(module: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse weights of 2-D convolutions with Muon: DeepSpeed's update has another shape.
+
+    Experts are a batch of matrices, whatever their dimensions.
+    """
+    groups = [group["params"] for group in optimizer.param_groups if group.get("use_muon")]
+    given = {id(param) for params in groups for param in params}
+    for name, param in module.named_parameters():
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        is_flattened = len(shape) == CONVOLUTION_DIMENSIONS
+        is_flattened = is_flattened and not getattr(param, "is_expert_group", False)
+        if is_flattened and param.requires_grad and id(param) in given:
+            raise ConfigError(
+                f"Muon cannot update {name} of shape {shape}: DeepSpeed flattens its update, and "
+                "its CPU offload fails in the first step. likely cause: the weight of a 2-D "
+                "convolution. fix: freeze it, or make MuonWithAuxAdam in the script, with this "
+                'parameter in a group of "use_muon": False'
+            )
 
 
 def refuse_several_contexts(module: torch.nn.Module) -> None:

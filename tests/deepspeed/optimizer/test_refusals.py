@@ -60,6 +60,24 @@ def test_torchs_muon_is_refused_and_deepspeeds_named() -> None:
         refusals.refuse(model, torch.optim.Muon(model.parameters()))
 
 
+def test_a_convolution_that_muon_would_update_is_refused_by_name() -> None:
+    """DeepSpeed's function flattens it, and fails in the first step."""
+    from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 4, bias=False), torch.nn.Linear(2, 2))
+    weight, *others = model.parameters()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="size"):
+        muon_update(torch.ones_like(weight), torch.zeros_like(weight))
+    groups = [{"params": [weight], "use_muon": True}, {"params": others, "use_muon": False}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    with pytest.raises(ConfigError, match=r"0\.weight of shape \(3, 2, 4, 4\).*fix: freeze it"):
+        refusals.refuse(model, optimizer)
+    optimizer.param_groups[0]["use_muon"] = False
+    refusals.refuse(model, optimizer)
+    optimizer.param_groups[0]["use_muon"] = weight.is_expert_group = True  # type: ignore[attr-defined]
+    refusals.refuse(model, optimizer)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int64", "bool", "float8_e4m3fn", "complex64"])
 def test_a_first_parameter_that_cannot_be_trained_is_refused(kind: str) -> None:
     """DeepSpeed would keep all weights in its dtype; CPU offload ends in an error of torch's."""
