@@ -21,25 +21,24 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
+from memascend.cli.check import Check, print_findings
 from memascend.cli.config_check import check_file
+from memascend.cli.doctor_packages import (
+    TOOLKIT_FIX,
+    check_deepspeed,
+    check_frameworks,
+    check_torch,
+    check_transformers,
+)
 from memascend.cli.plan_time import describe_rates, measured_rates
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
-from memascend.config.installed import ABILITIES, HOST_BUILDERS, is_able
-from memascend.deepspeed.seams import transformers as transformers_seams
-from memascend.deepspeed.seams.compare import compare
-from memascend.deepspeed.seams.fingerprints import VERSIONS
-from memascend.deepspeed.seams.refusal import RANGE, advice
+from memascend.config.installed import HOST_BUILDERS, is_able
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.plan.drive_rates import DriveRates
 from memascend.system.heap import examine_heap
@@ -57,25 +56,7 @@ from memascend.system.mounts import (
 TRIAL_BYTES = MIB
 FREE_BYTES_COMFORTABLE = 20 * GIB
 
-#: Training frameworks that have a recipe or an example, by their distributions.
-FRAMEWORKS = ("accelerate", "trl", "llamafactory", "ms-swift", "axolotl", "openrlhf")
-
-_TOOLKIT_FIX = (
-    "set CUDA_HOME to a CUDA toolkit of torch's release, or install DeepSpeed "
-    f"{HOST_BUILDERS.since}, which needs none, if your framework takes it"
-)
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux has added it to
-_STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding."""
-
-    name: str
-    state: str  # "ok"; "note": works, but could be better; "problem": prevents training
-    found: str
-    fix: str = ""  # the remedy; empty if none is needed
 
 
 def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -102,7 +83,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         found = {"healthy": is_healthy, "checks": [asdict(check) for check in checks]}
         print(json.dumps(found, indent=2))
     else:
-        _print_findings(checks)
+        print_findings(checks)
     return 0 if is_healthy else 1
 
 
@@ -110,10 +91,10 @@ def examine(path: Path) -> list[Check]:
     """Run every check; the last one writes to `path`."""
     checks = [
         _system(),
-        _package("torch"),
-        _deepspeed(),
-        _transformers(),
-        _frameworks(),
+        check_torch(),
+        check_deepspeed(),
+        check_transformers(),
+        check_frameworks(),
         _activation(),
         _io_uring(),
         _page_lock_limit(),
@@ -138,67 +119,6 @@ def _system() -> Check:
         return Check("system", "problem", found, "a kernel with pages of 4 KiB")
     found = f"Linux {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
     return Check("system", "ok", found)
-
-
-def _package(name: str) -> Check:
-    try:
-        return Check(name, "ok", importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        wanted = f"{name}=={VERSIONS[-1]}" if name == "deepspeed" else name
-        return Check(name, "problem", "missing", f"pip install {wanted}")
-
-
-def _deepspeed() -> Check:
-    """Compare DeepSpeed's code with the known fingerprints, as training does at its start."""
-    check = _package("deepspeed")
-    if check.state != "ok":
-        return check
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
-            import deepspeed  # noqa: F401
-
-            compared = compare()
-    except Exception as error:
-        found = f"{check.found} cannot be imported: {error}"
-        fix = _TOOLKIT_FIX if "CUDA_HOME" in str(error) else f"pip install 'deepspeed{RANGE}'"
-        return Check("deepspeed", "problem", found, fix)
-    if compared.differing:
-        found = f"{check.found} is refused: {len(compared.differing)} definitions differ"
-        return Check("deepspeed", "problem", found, advice(check.found))
-    fix = f"pip install deepspeed=={VERSIONS[-1]}"
-    if check.found not in VERSIONS:
-        found = (
-            f"{check.found} was not tested, but has the code of {compared.release} where it matters"
-        )
-        return Check("deepspeed", "note", found, fix)
-    lacking = [f"{one.what} ({one.since})" for one in ABILITIES if not is_able(one)]
-    if lacking:
-        return Check("deepspeed", "note", f"{check.found}, without {', '.join(lacking)}", fix)
-    return check
-
-
-def _transformers() -> Check:
-    """Compare the loader of transformers with the known ones, as training does at its start."""
-    check = _package("transformers")
-    if check.state != "ok":
-        return Check("transformers", "ok", "not installed: a training loop without it needs none")
-    with contextlib.redirect_stdout(sys.stderr):
-        unknown = transformers_seams.unknown_definitions()
-    if not unknown:
-        return check
-    found = (
-        f"{check.found} loads pretrained weights with unknown code ({', '.join(unknown)}): training"
-        " is the same, but while weights are loaded host memory grows with their files"
-    )
-    fix = f"transformers {transformers_seams.known_releases()}, if your framework takes it"
-    return Check("transformers", "note", found, fix)
-
-
-def _frameworks() -> Check:
-    """Name the training frameworks that are installed."""
-    checks = [_package(name) for name in FRAMEWORKS]
-    found = [f"{check.name} {check.found}" for check in checks if check.state == "ok"]
-    return Check("frameworks", "ok", ", ".join(found) or f"none of {', '.join(FRAMEWORKS)}")
 
 
 def _activation() -> Check:
@@ -298,7 +218,7 @@ def _compiler() -> Check:
     fixes = ["apt-get install g++ python3-dev"] if lacking else []
     if not is_able(HOST_BUILDERS) and _lacks_toolkit():
         lacking.append("the CUDA toolkit")
-        fixes.append(_TOOLKIT_FIX)
+        fixes.append(TOOLKIT_FIX)
     if not lacking:
         return Check("compiler", "ok", "DeepSpeed can build its operators, once, in some minutes")
     found = f"{' and '.join(lacking)} missing: a run fails where DeepSpeed has to build operators"
@@ -482,19 +402,3 @@ def _trial(path: Path) -> Check:
 
 def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _print_findings(checks: list[Check]) -> None:
-    """Print a line for each finding, remedies below them, and the verdict."""
-    console = Console()
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    for check in checks:
-        table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, Text(check.found))
-        if check.fix:
-            table.add_row("", "", Text(f"-> {check.fix}", style="bold"))
-    console.print(table)
-    counts = Counter(check.state for check in checks)
-    verdict = f"{counts['problem']} problem(s) in the way" if counts["problem"] else "ready"
-    console.print(f"{verdict}; {counts['note']} note(s) on what could be better")

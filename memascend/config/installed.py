@@ -16,6 +16,9 @@ from pathlib import Path
 
 from memascend.errors import ConfigError
 
+#: Supported releases, as in pyproject.toml.
+RANGE = ">=0.18.4,<0.20"
+
 
 @dataclass(frozen=True, slots=True)
 class Ability:
@@ -124,7 +127,7 @@ def refusal(ability: Ability, what: str, remedy: str = "change that") -> ConfigE
     return ConfigError(
         f"{what} needs DeepSpeed {ability.since} or later, and DeepSpeed {installed_version()} is "
         f"installed, which lacks {ability.what}. Run: pip install "
-        f"'deepspeed>={ability.since},<0.20', or {remedy}"
+        f"'deepspeed>={ability.since},{RANGE.partition(',')[2]}', or {remedy}"
     )
 
 

@@ -17,9 +17,6 @@ from memascend.base.units import GIB, MIB
 from memascend.cli import doctor
 from memascend.cli.doctor import Check
 from memascend.cli.main import main
-from memascend.config.installed import MUON
-from memascend.deepspeed.seams.compare import Comparison
-from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport, DriveWear
 from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
@@ -157,103 +154,6 @@ def test_a_core_that_was_not_built_is_a_problem(
 
 
 # -- software --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "differing", "state", "fix"),
-    [
-        ("0.19.8", {}, "ok", ""),
-        ("0.19.10", {}, "note", "deepspeed==0.19.8"),
-        ("0.19.8", {"engine.step": "0"}, "problem", "was patched"),
-        ("0.17.6", {"engine.step": "missing"}, "problem", "is older than"),
-        ("0.20.0", {"engine.step": "0"}, "problem", "is newer than"),
-    ],
-)
-def test_a_deepspeed_is_judged_by_its_code(
-    monkeypatch: pytest.MonkeyPatch, version: str, differing: dict[str, str], state: str, fix: str
-) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(doctor, "compare", lambda: Comparison("0.19.8", differing))
-    check = doctor._deepspeed()
-    assert check.state == state
-    assert version in check.found
-    assert fix in check.fix
-
-
-def test_a_release_that_cannot_do_everything_is_a_note_with_the_releases_that_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.18.9")
-    monkeypatch.setattr(doctor, "compare", lambda: Comparison("0.18.9", {}))
-    monkeypatch.setattr(doctor, "is_able", lambda ability: ability is MUON)
-    check = doctor._deepspeed()
-    assert check.state == "note"
-    assert "cpu_checkpointing (0.19.6)" in check.found
-    assert "(0.19.8)" in check.found
-    assert "Muon" not in check.found
-    assert "deepspeed==0.19.8" in check.fix
-
-
-def test_a_deepspeed_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.19.8")
-    monkeypatch.setitem(doctor.sys.modules, "deepspeed", None)
-    check = doctor._deepspeed()
-    assert check.state == "problem"
-    assert "cannot be imported" in check.found
-    assert "pip install" in check.fix
-
-
-@pytest.mark.parametrize(
-    ("unknown", "state", "named"),
-    [([], "ok", "5.6.0"), (["load_state_dict (c33c)"], "note", "load_state_dict")],
-)
-def test_a_transformers_is_judged_by_its_loader(
-    monkeypatch: pytest.MonkeyPatch, unknown: list[str], state: str, named: str
-) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "5.6.0")
-    monkeypatch.setattr(doctor.transformers_seams, "unknown_definitions", lambda: unknown)
-    check = doctor._transformers()
-    assert check.state == state
-    assert check.found.startswith("5.6.0")
-    assert named in check.found
-    assert bool(check.fix) == (state != "ok")
-
-
-def only_these(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
-    """Gives doctor an environment that has these distributions."""
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-
-
-def test_frameworks_are_named_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_these(monkeypatch, {"trl": "1.9.0", "axolotl": "0.19.0", "numpy": "2.4"})
-    check = doctor._frameworks()
-    assert (check.state, check.found) == ("ok", "trl 1.9.0, axolotl 0.19.0")
-
-
-def test_a_loop_of_ones_own_needs_neither_transformers_nor_a_framework(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    only_these(monkeypatch, {})
-    assert [doctor._transformers().state, doctor._frameworks().state] == ["ok", "ok"]
-
-
-def test_a_package_that_is_missing_is_in_the_way() -> None:
-    name = "no-package-has-this-name"
-    check = doctor._package(name)
-    assert (check.state, check.found, check.fix) == ("problem", "missing", f"pip install {name}")
-
-
-def test_a_deepspeed_that_is_missing_is_installed_in_a_release_that_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    only_these(monkeypatch, {})
-    assert doctor._deepspeed().fix == f"pip install deepspeed=={VERSIONS[-1]}"
 
 
 @pytest.mark.parametrize(

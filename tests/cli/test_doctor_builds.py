@@ -12,18 +12,6 @@ import pytest
 from memascend.cli import doctor
 
 
-def test_a_deepspeed_that_misses_the_cuda_toolkit_is_not_to_be_installed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "deepspeed.py").write_text("raise Exception('CUDA_HOME does not exist')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(doctor.sys.modules, "deepspeed", raising=False)
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.18.4")
-    check = doctor._deepspeed()
-    assert check.state == "problem"
-    assert check.fix.startswith("set CUDA_HOME to a CUDA toolkit")
-
-
 @pytest.mark.parametrize("header", ["Python.h", "other.h"])
 @pytest.mark.parametrize("compiler", ["g++", None])
 @pytest.mark.parametrize("library", ["libaio.so.1", None])

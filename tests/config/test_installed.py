@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from memascend.config import installed
-from memascend.config.installed import ABILITIES, HOST_BUILDERS, Ability, is_able
+from memascend.config.installed import ABILITIES, HOST_BUILDERS, MUON, RANGE, Ability, is_able
+from memascend.deepspeed.seams.fingerprints import VERSIONS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -42,3 +45,12 @@ def test_the_newest_release_has_every_ability() -> None:
     pytest.importorskip("deepspeed")
     assert installed._folder() is not None
     assert all(map(is_able, [*ABILITIES, HOST_BUILDERS]))
+
+
+def test_the_range_is_the_one_that_pip_is_given_and_a_refusal_stays_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert f'"deepspeed{RANGE}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f">={VERSIONS[0]}" in RANGE
+    monkeypatch.setattr(installed, "RANGE", ">=1.0,<1.5")
+    assert f"'deepspeed>={MUON.since},<1.5'" in str(installed.refusal(MUON, "M"))

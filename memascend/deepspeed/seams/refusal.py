@@ -10,9 +10,6 @@ import re
 from memascend.deepspeed.seams.compare import MISSING, Comparison
 from memascend.deepspeed.seams.fingerprints import VERSIONS
 
-#: Supported releases, as in pyproject.toml.
-RANGE = ">=0.18.4,<0.20"
-
 NAMED_MAX = 3
 TURN_OFF = 'to train without memascend: MEMASCEND_DISABLE=1, or "memascend": {"enabled": false}'
 
