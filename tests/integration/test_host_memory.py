@@ -23,6 +23,7 @@ LAYERS = 48
 # Layers have one square matrix of a Mi weights.
 LAYERS_OF_MUON = (4, 16, 64)
 MUON_LIMIT_BYTES = 64 * MIB
+ADAMW, MUON = ({"type": name, "params": {"lr": 1e-3}} for name in ("AdamW", "Muon"))
 # On the CPU accelerator the device's share comes from the process too: gathered layers, activations
 # and the buckets of gradients.
 DEVICE_BYTES = 64 * MIB
@@ -40,25 +41,27 @@ class Program:
         self.drive.mkdir()
 
     def __call__(
-        self, *options: str, block: dict[str, Any] | None = None, optimizer: str = "AdamW"
+        self, *options: str, block: dict[str, Any] | None = None, **keys: Any
     ) -> tuple[int, str]:
+        """Run it with keys of the JSON; return the status and what it printed."""
         on_drive = {"device": "nvme", "nvme_path": str(self.drive)}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": True},
-            "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+            "optimizer": ADAMW,
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": on_drive | {"buffer_count": 6, "buffer_size": 2 * MIB},
                 "offload_optimizer": on_drive | {"buffer_count": 5},
                 "sub_group_size": 4_000_000,
                 "reduce_bucket_size": 2_000_000,
-                "reduce_scatter": optimizer != "Muon",  # refuses it
+                "reduce_scatter": keys.get("optimizer") != MUON,  # refuses it
                 "stage3_prefetch_bucket_size": 0,
                 "stage3_max_live_parameters": 4_000_000,
                 "stage3_max_reuse_distance": 0,
             },
             "steps_per_print": 1_000_000,
+            **keys,
         }
         if block is not None:
             config["memascend"] = block
@@ -133,14 +136,19 @@ def test_a_limit_too_small_stops_the_program_with_one_message_and_nothing_on_the
 
 
 @pytest.mark.full
-def test_host_memory_of_muon_does_not_grow_with_the_layers(program: Program) -> None:
-    """Nor does the process, which has the gathered layers of the CPU accelerator besides."""
+@pytest.mark.parametrize("clipping", [0, pytest.param(1.0, marks=pytest.mark.matrix)])
+def test_host_memory_of_muon_does_not_grow_with_the_layers(
+    program: Program, clipping: float
+) -> None:
+    """Nor does the process, which has the gathered layers of the CPU accelerator besides.
+
+    Without clipping there are second values; with it updates are written.
+    """
     held, process = [], []
     for layers in LAYERS_OF_MUON:
         block = {"host_memory_limit": MUON_LIMIT_BYTES, "report": str(program.report)}
-        status, output = program(
-            "--steps", "3", "--layers", str(layers), block=block, optimizer="Muon"
-        )
+        options = ("--steps", "3", "--layers", str(layers))
+        status, output = program(*options, block=block, optimizer=MUON, gradient_clipping=clipping)
         assert status == 0, output[-6000:]
         ledger = json.loads(program.report.read_text())
         assert ledger["limit_bytes"] == MUON_LIMIT_BYTES
