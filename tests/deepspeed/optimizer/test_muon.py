@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,186 +11,29 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.base.interfaces import Device
-from memascend.config.block import parse_block
-from memascend.deepspeed.optimizer.muon import MuonUpdates, uses_muon
+from memascend.deepspeed.optimizer.muon import uses_muon
 from memascend.errors import GradientGoneError
-from memascend.memory.guard import Guard
-from memascend.nvme.resident import ResidentStore
 from memascend.plan.optimizers import MOMENTUM
-from memascend.streaming.gradients.on_device import GradientsOnDevice
 from memascend.streaming.optimizer.step import Step
-from memascend.streaming.optimizer.sub_group import Member
-from memascend.streaming.optimizer.sub_group_step import early_key
-from tests.support.tiled_training import SIZES, Training
-
-BF16, FP32 = torch.bfloat16, torch.float32
-ROWS, COLUMNS = 7, 11
-NUMEL = ROWS * COLUMNS
+from tests.support.muon_rank import (
+    BF16,
+    COLUMNS,
+    FP32,
+    NUMEL,
+    ROWS,
+    Rank,
+    expected,
+    gradients,
+    plain_updates,
+    with_streams,
+)
+from tests.support.tiled_training import SIZES
 
 
 @pytest.fixture(autouse=True)
 def plain_update(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """DeepSpeed's signature, and arithmetic that shows whole matrices: no kernels are compiled."""
-    from deepspeed.runtime.zero.muon import original_muon
-
-    calls: list[dict[str, Any]] = []
-
-    def muon_update(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
-        calls.append(options | {"shape": tuple(gradient.shape)})
-        momentum.lerp_(gradient, 1 - options["beta"])
-        return gradient / (momentum.norm() + 1)
-
-    monkeypatch.setattr(original_muon, "muon_update", muon_update)
-    return calls
-
-
-class Rank:
-    """A rank that has one part of each of two matrices, and the other ranks' parts at hand."""
-
-    def __init__(
-        self,
-        rank: int = 0,
-        world: int = 1,
-        *,
-        device: Device | None = None,
-        applies: bool = False,
-        **changes: Any,
-    ) -> None:
-        device = device or Device()
-        self.on_device = GradientsOnDevice(device, Guard(threading.RLock()))
-        self.training = Training(lambda params: torch.optim.SGD(params, lr=1.0))
-        self.part_numel = -(-NUMEL // world)
-        self.others: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        self.norms: dict[int, torch.Tensor] = {}
-        shape = torch.Size((ROWS, COLUMNS))
-        self.params = [
-            SimpleNamespace(
-                number=number,
-                use_muon=True,
-                ds_numel=NUMEL,
-                ds_shape=shape,
-                partition_numel=lambda: self.part_numel,
-            )
-            for number in range(2)
-        ]
-        names = list(SIZES)
-        self.upstream: Any = SimpleNamespace(
-            accumulation_dtype=BF16,
-            reduction_dtype=BF16,
-            master_dtype=FP32,
-            loss_scale=1.0,
-            params=[[], self.params, [SimpleNamespace(use_muon=False)]],
-            masters=[SimpleNamespace(ds_id=name) for name in names],
-            base=self.training.optimizer,
-            position_of=lambda param: (1, param.number * self.part_numel, self.part_numel),
-            part_begin=lambda param, numel: rank * numel,
-            hyperparameters=lambda number: {
-                "momentum": 0.5,
-                "ns_method": "standard",
-                "lr": 0.1,
-                "weight_decay": 0.5,
-            },
-            gather_matrix=self._gather,
-            note_norm=lambda param, norm: self.norms.__setitem__(param.number, norm),
-            norm_max=0.0 if applies else 1.0,
-            dtype=BF16,
-            members=self._members,
-        )
-        for name, value in changes.items():
-            setattr(self.upstream, name, value)
-        self.rank = rank
-        runtime: Any = SimpleNamespace(
-            optimizer=self.training.stream,
-            gradients=self.training.gradient_stream,
-            staging=self.training.slots,
-            device=device,
-            on_device=self.on_device,
-            store=ResidentStore(self.training.store, stream_of=lambda key: None),
-            config=parse_block({}),
-            plan=None,
-            drive=SimpleNamespace(free_bytes=lambda: None),
-        )
-        self.store = runtime.store
-        self.updates = MuonUpdates(self.upstream, runtime, None)
-        self.group = self.training.groups.group(names[1])
-        self.group.apart = frozenset(self.training.groups.apart)
-        self.training.groups.add_state(names[1], MOMENTUM, self.updates.momentum_dtype, 0.0)
-
-    def put(self, number: int, whole: torch.Tensor) -> None:
-        self.training.gradient_stream.put(
-            self.group.name, number * self.part_numel, self.part(whole)
-        )
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        flat = torch.zeros(2 * NUMEL, dtype=whole.dtype)
-        flat[:NUMEL] = whole.flatten()
-        return flat.narrow(0, self.rank * self.part_numel, self.part_numel).clone()
-
-    def _members(self, number: int) -> list[Member]:
-        """One that covers the sub-group, which is larger than the two matrices."""
-        numel = self.group.numel
-        self.training.store.reserve(key="param", nbytes=numel * 2)
-        return [Member(0, numel, BF16, key="param")]
-
-    def _gather(self, param: Any, *parts: torch.Tensor) -> list[torch.Tensor]:
-        if self.part_numel == NUMEL:
-            return [part.view(param.ds_shape) for part in parts]
-        whole = []
-        for part, others in zip(parts, self.others[param.number], strict=True):
-            every = list(others)
-            every.insert(self.rank, part)
-            whole.append(torch.cat(every)[:NUMEL].view(param.ds_shape))
-        return whole
-
-    def read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The update and the momentum that the walk and the next step see."""
-        begin = number * self.part_numel
-        found = [torch.empty(self.part_numel) for _ in range(2)]
-        self.training.gradient_stream.get(self.group.name, begin, found[0])
-        self.training.groups.get(self.group.name, begin, found[1], state=MOMENTUM)
-        return found[0], found[1]
-
-    def step(self, seed: int, *numbers: int, is_skipped: bool = False) -> None:
-        """A step of these matrices' gradients; the others get none. The walk is not made."""
-        for number in numbers:
-            self.put(number, gradients(seed)[number])
-        self.updates.update_all()
-        begins, _ = self.updates.take_results(Step())
-        for name, some in begins.items():
-            assert some == frozenset(self.training.groups.begins(name))
-            group = self.training.groups.group(name)
-            for key in (*group.all_keys, "param"):
-                if not is_skipped:
-                    self.store.take_over(key=key, other=early_key(key))
-        self.training.groups.settle()
-        self.updates.restart()
-
-    def weights(self, number: int) -> torch.Tensor:
-        value = torch.empty(self.part_numel)
-        self.training.groups.get(self.group.name, number * self.part_numel, value, state=None)
-        return value
-
-    def is_stored(self, number: int) -> bool:
-        shard = self.training.gradient_stream.find(self.group.name, number * self.part_numel)
-        return shard is not None and not shard.is_replaced
-
-
-def gradients(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(ROWS, COLUMNS, generator=generator).bfloat16() for _ in range(2)]
-
-
-def expected(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Update and momentum of each matrix, of whole ones in memory."""
-    momenta = [torch.zeros(ROWS, COLUMNS, dtype=BF16) for _ in range(2)]
-    updates = []
-    for step in range(steps):
-        updates = [gradient.clone() for gradient in gradients(step)]
-        for update, momentum in zip(updates, momenta, strict=True):
-            momentum.lerp_(update, 0.5)
-            update.div_(momentum.norm() + 1)
-    return list(zip(updates, momenta, strict=True))
+    """No kernels are compiled."""
+    return plain_updates(monkeypatch)
 
 
 def test_momentum_lives_from_step_to_step_and_each_update_is_of_a_whole_matrix(
@@ -234,28 +74,6 @@ def test_ranks_write_their_own_parts_and_zeros_behind_the_end() -> None:
         assert torch.allclose(norm.float(), values[0].float().norm())
 
 
-class Passed:
-    """An event of a device that is always done."""
-
-    def record(self) -> None: ...
-    def wait(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-
-def with_streams(log: list[str]) -> Device:
-    """Return a device whose work on its second stream is logged."""
-
-    @contextmanager
-    def on_stream() -> Iterator[None]:
-        log.append("aside")
-        yield
-        log.append("back")
-
-    return Device(new_event=Passed, new_stream=lambda: on_stream)
-
-
 @pytest.mark.parametrize(
     ("room_bytes", "order"),
     [
@@ -291,63 +109,6 @@ def test_the_next_matrix_is_read_while_one_is_computed_if_the_room_has_both_valu
     for number, values in enumerate(expected(1)):
         for found, whole in zip(rank.read(number), values, strict=True):
             assert torch.equal(found, whole.flatten().float())
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:
-    """Have calls of Muon's function, of these numbers, overwrite momentum and run out of memory."""
-    from deepspeed.runtime.zero.muon import original_muon
-
-    update, made = original_muon.muon_update, list[int]()
-
-    def fail(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
-        made.append(len(made))
-        found = update(gradient, momentum, **options)
-        if made[-1] in calls:
-            raise torch.OutOfMemoryError("none left")
-        return found
-
-    monkeypatch.setattr(original_muon, "muon_update", fail)
-    return made
-
-
-@pytest.mark.parametrize("applies", [False, True])
-def test_an_update_that_has_no_memory_beside_the_next_matrix_is_made_again_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, applies: bool
-) -> None:
-    """With one rank: else a step would end half-way, with momentum moved on."""
-    tight, wide = (Rank(device=with_streams([]), applies=applies) for _ in range(2))
-    tight.on_device.room_bytes = 4 * NUMEL
-    wide.step(0, 0, 1), wide.step(1, 0, 1)
-    made = failing(monkeypatch, 2)
-    tight.step(0, 0, 1)
-    assert tight.on_device.bytes_peak == 4 * NUMEL
-    tight.step(1, 0, 1)
-    assert len(made) == 5
-    assert "for a second matrix of Muon" in caplog.text
-    assert tight.updates._is_applied is applies
-    for number in range(2):
-        assert torch.equal(tight.weights(number), wide.weights(number))
-    for rank in (tight, wide):
-        if applies:  # updates are made again, of the momentum before
-            rank.step(2, is_skipped=True)
-    for number in range(2):
-        for found, other in zip(tight.read(number), wide.read(number), strict=True):
-            assert torch.equal(found, other)
-
-
-@pytest.mark.parametrize(("room_bytes", "ranks"), [(0, 1), (4 * NUMEL, 2)])
-def test_no_remedy_is_named_where_none_helps(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room_bytes: int, ranks: int
-) -> None:
-    """No matrix was read ahead, or the other ranks wait in the next gather."""
-    rank = Rank(device=with_streams([]))
-    rank.on_device.room_bytes = room_bytes
-    monkeypatch.setattr("memascend.deepspeed.optimizer.muon._rank_count", lambda: ranks)
-    made = failing(monkeypatch, 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        rank.step(0, 0, 1)
-    assert made == [0]
-    assert "second matrix" not in caplog.text
 
 
 def test_a_loss_scale_is_taken_out_before_and_put_back_behind() -> None:
