@@ -16,6 +16,7 @@ import difflib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams.compare import MISSING, definitions, digest_of_files, nearest
 from memascend.deepspeed.seams.fingerprint import source_of
-from memascend.deepspeed.seams.table import relied_on
+from memascend.deepspeed.seams.table import SEAMS, relied_on
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv" / "deepspeed"
@@ -39,6 +40,8 @@ from __future__ import annotations
 '''
 #: Where our files and tests stand that may name a definition.
 OURS, TESTS = ROOT / "memascend" / "deepspeed", ROOT / "tests"
+#: How many of our files may have a word for it to mean the one definition.
+COMMON = 8
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(release: str, folder: Path) -> Release:
-    """Returns what a release has, in a process of its own; installs it first, alone."""
+    """Returns what a release has, in a process of its own; installs it first, alone.
+
+    A folder whose name begins with a digit has a release, which stays as it is. Another requirement
+    may mean other code than yesterday, and is installed again.
+    """
     place = folder / re.sub(r"[^\w.]+", "-", release)
-    if not (place / "deepspeed").is_dir():
-        requirement = f"deepspeed=={release}" if release[0].isdigit() else release
+    is_fixed = release[0].isdigit()
+    if not (is_fixed and (place / "deepspeed").is_dir()):
+        shutil.rmtree(place, ignore_errors=True)
+        requirement = f"deepspeed=={release}" if is_fixed else release
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
         words = ("--no-build-isolation", "--target", str(place), requirement)
         subprocess.run([*pip, *words], check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
@@ -173,15 +182,44 @@ def difference(old: str, new: str) -> list[str]:
 
 
 def who_speaks_of(name: str) -> tuple[list[str], list[str]]:
-    """Returns our files that name a definition, and the tests of those or that name it too."""
-    word = re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\b")
-    files = [path for path in sorted(OURS.rglob("*.py")) if word.search(path.read_text("utf-8"))]
-    files = [path for path in files if path.parent.name != "seams" or path.stem == "transformers"]
-    tests = [path for path in sorted(TESTS.rglob("*.py")) if word.search(path.read_text("utf-8"))]
+    """Returns our files that name a definition, and the tests of those or that name it too.
+
+    A file of DeepSpeed goes by its name, a class's `__init__` by the class. A plain word that many
+    files have, such as `step`, counts beside the name of its class alone, or where it is replaced.
+    """
+    owner, _, last = name.rpartition(".")
+    owner = owner.rpartition(".")[2]
+    words = [Path(name).stem if "/" in name else owner if last == "__init__" else last]
+    files = files_with(words, OURS)
+    if last.isalpha() and len(files) > COMMON:
+        words.append(owner)
+        files = [*replacements(name), *files_with(words, OURS)]
+    tests = files_with(words, TESTS)
     for file in files:
         place = TESTS / file.relative_to(ROOT / "memascend").parent
         tests += sorted(place.glob(f"test_{file.stem}*.py"))
     return as_text(files), as_text(tests)
+
+
+def files_with(words: Iterable[str], root: Path) -> list[Path]:
+    """Returns the files below a folder that have each of the words; not those of all seams."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        is_table = root == OURS and path.parent.name == "seams" and path.stem != "transformers"
+        text = "" if is_table else path.read_text("utf-8")
+        if all(re.search(rf"\b{re.escape(word)}\b", text) for word in words):
+            found.append(path)
+    return found
+
+
+def replacements(name: str) -> list[Path]:
+    """Returns our file that replaces a definition; none where it is only watched."""
+    modules = [
+        seam.replacement.partition(":")[0]
+        for seam in SEAMS
+        if name in (f"{seam.module}.{seam.attribute}", f"{seam.module}.{seam.older}")
+    ]
+    return [ROOT / f"{module.replace('.', '/')}.py" for module in modules]
 
 
 def as_text(paths: Iterable[Path]) -> list[str]:
