@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -167,14 +167,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list or not rows:
         print("\n".join(row.name for row in rows or ROWS))
         return 0 if rows else 1
-    results = []
-    for name, group in groupby(rows, key=lambda row: row.environment):
-        try:
-            results += try_rows(list(group), args.folder / name)
-        finally:
-            if not args.keep:
-                shutil.rmtree(args.folder / name, ignore_errors=True)
-    print(table(results))
+    results: list[tuple[Row, Found]] = []
+    try:
+        for name, group in groupby(rows, key=lambda row: row.environment):
+            try:
+                results.extend(try_rows([*group], args.folder / name))
+            finally:
+                if not args.keep:
+                    shutil.rmtree(args.folder / name, ignore_errors=True)
+    finally:  # Ctrl-C after an hour leaves the rows of that hour
+        print(table(results))
     problems = [f"{row.name}: {problem}" for row, found in results for problem in found.problems]
     print("\n".join(["", *problems]) if problems else "\nall as expected")
     return 1 if problems else 0
@@ -185,15 +187,39 @@ def chosen(words: Sequence[str]) -> list[Row]:
     return [row for row in ROWS if not words or any(word in row.name for word in words)]
 
 
-def try_rows(rows: Sequence[Row], folder: Path) -> list[tuple[Row, Found]]:
+def try_rows(rows: Sequence[Row], folder: Path) -> Iterator[tuple[Row, Found]]:
     """Tries the rows of one environment; none where its Python is missing, which the table says."""
-    python = shutil.which(f"python{rows[0].python}") if rows[0].python else sys.executable
+    python = find_python(rows[0].python)
     if python is None:
         missing = dict.fromkeys(TRIALS.values(), f"no Python {rows[0].python} here")
-        return [(row, Found({}, 0, missing, [])) for row in rows]
+        yield from ((row, Found({}, 0, missing, [])) for row in rows)
+        return
+    try:
+        wheel = build_wheel(folder.parent, python)
+    except (subprocess.SubprocessError, OSError) as error:
+        yield from ((row, nothing(f"no wheel can be built: {error}")) for row in rows)
+        return
     environment = Environment(folder, python)
-    wheel = build_wheel(folder.parent, python)
-    return [(row, try_row(row, environment, wheel)) for row in rows]
+    yield from ((row, try_row(row, environment, wheel)) for row in rows)
+
+
+def find_python(version: str) -> str | None:
+    """Returns the path of a Python that starts; this one's for no version, None without one.
+
+    A shim of pyenv is on the path for versions of which it has none, and fails.
+    """
+    if not version:
+        return sys.executable
+    path = shutil.which(f"python{version}")
+    if path is None:
+        return None
+    try:
+        words = [path, "--version"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    is_it = done.returncode == 0 and f"{done.stdout.strip()}.".startswith(f"Python {version}.")
+    return path if is_it else None
 
 
 def install(row: Row, environment: Environment, wheel: Path) -> None:
@@ -213,12 +239,19 @@ def install(row: Row, environment: Environment, wheel: Path) -> None:
 
 
 def try_row(row: Row, environment: Environment, wheel: Path) -> Found:
-    """Installs a row's releases, starts with a block, and runs the tests that are expected."""
+    """Installs a row's releases, then starts and tests it; what fails or hangs is its problem."""
     print(f"== {row.name}", flush=True)
+    part = "cannot install it"
     try:
         install(row, environment, wheel)
-    except subprocess.CalledProcessError as error:
-        return nothing(f"cannot install it: {error}\n{environment.tail()}")
+        part = "cannot be run"
+        return try_installed(row, environment)
+    except (subprocess.SubprocessError, OSError) as error:
+        return nothing(f"{part}: {error}\n{environment.tail()}")
+
+
+def try_installed(row: Row, environment: Environment) -> Found:
+    """Starts with a block, and runs the tests that are expected."""
     started = environment.python("-c", START)
     if started.returncode != 0:
         return nothing(f"cannot start\n{environment.tail()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -105,6 +106,66 @@ def test_a_row_whose_python_is_missing_says_so_and_fails_nothing(
     assert "| 3.14 | not run | no Python 3.14 here | no Python" in printed
 
 
+SHIM = 'echo "pyenv: python3.10: command not found" >&2; exit 127'
+
+
+@pytest.mark.parametrize(
+    ("program", "is_found"),
+    [(SHIM, False), ("echo Python 3.10.4", True), ("echo Python 3.1.2", False)],
+    ids=["shim", "3.10", "another"],
+)
+def test_a_python_is_one_that_starts(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    is_found: bool,
+) -> None:
+    python = tmp_path / "python3.10"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert script.find_python("3.10") == (str(python) if is_found else None)
+
+
+def fails(*_: Any) -> Any:
+    raise subprocess.CalledProcessError(1, "pip")
+
+
+def test_a_wheel_that_cannot_be_built_is_its_rows_problem_and_leaves_the_others(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script, "find_python", lambda version: version or "python")
+    monkeypatch.setattr(script, "build_wheel", lambda _, python: python == "3.10" and fails())
+    passed = script.Found({}, 0, {"training": "passed"}, [])
+    monkeypatch.setattr(script, "try_row", lambda *_: passed)
+    assert script.main(["--folder", str(tmp_path), "python-3.10", "python-3.12"]) == 1
+    printed = capsys.readouterr().out
+    assert "python-3.10: no wheel can be built" in printed
+    assert "| 3.12 | not run | passed |" in printed
+
+
+def test_ctrl_c_leaves_the_rows_that_are_done(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = iter([script.Found({}, 0, {"training": "passed"}, [])])
+    monkeypatch.setattr(script, "build_wheel", lambda *_: WHEEL)
+    monkeypatch.setattr(script, "try_row", lambda *_: next(rows, None) or interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        script.main(["--folder", str(tmp_path), "deepspeed-0.18"])
+    assert "| not run | passed |" in capsys.readouterr().out
+
+
+def interrupted() -> Any:
+    raise KeyboardInterrupt
+
+
 # -- what comes of them ----------------------------------------------------------------------------
 
 
@@ -188,6 +249,19 @@ def test_what_does_not_start_is_a_problem_with_the_end_of_its_log(
     [problem] = found.problems
     assert "the end of the log" in problem
     assert "| fails |" in script.table([(script.ROWS[0], found)])
+
+
+@pytest.mark.parametrize("part", ["exchange_deepspeed", "python"])
+def test_what_hangs_is_a_problem_with_the_end_of_its_log(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def hangs(*_: Any) -> Any:
+        raise subprocess.TimeoutExpired("python", 1800)
+
+    monkeypatch.setattr(Started, part, hangs)
+    [problem] = script.try_row(script.ROWS[0], Started(tmp_path, ""), WHEEL).problems
+    assert "1800" in problem
+    assert "the end of the log" in problem
 
 
 def test_the_table_has_what_was_installed(script: ModuleType, tmp_path: Path) -> None:
