@@ -4,7 +4,8 @@
 `make test-releases` has the oldest release that is supported and one in the middle. Each is put
 into .venv/releases, with operators of its own, and stands before the installed one on the path.
 With --smoke a few tests run with the operators that are compiled for the installed release, within
-a minute: tests of `make test-all` do that with both. `make test-versions` tries every
+a minute: tests of `make test-all` do that with both. They show the release's Python, and not the
+powers of Adam's betas as an operator before 0.19.0 computes them. `make test-versions` tries every
 release, with each torch and transformers, and takes hours.
 """
 

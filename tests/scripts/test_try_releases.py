@@ -125,7 +125,7 @@ def test_an_operator_of_the_installed_release_stands_for_that_of_another(
 @pytest.mark.full
 @pytest.mark.timeout(1500)  # a minute, but on a busy machine
 @pytest.mark.parametrize("release", default_releases())
-def test_an_older_release_trains_as_its_own_cpu_offload(
+def test_an_older_release_trains_as_cpu_offload_on_the_installed_operators(
     script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], release: str
 ) -> None:
     status = script.main(["--smoke", "--folder", str(tmp_path), release])
