@@ -35,7 +35,10 @@ RECIPES = ROOT / "configs" / "recipes"
 TORCH = "torch==2.13.0"
 SHOWN = ("torch", "transformers", "deepspeed")
 TITLES = ("losses", "norms", "weights", "saved midway", "resumed", "as never stopped", "LoRA")
+HEAD = ("framework", *SHOWN, "changed by memascend", *TITLES, "GB")
 NOT_TRIED = "not tried"
+#: In a cell of a framework that was not installed.
+UNKNOWN = "?"
 FULL, RESUMED, LORA = "full", "resumed", "lora"
 #: One rank, no download, no reports to anybody. The first core of two is left to others.
 VARIABLES = {
@@ -191,8 +194,7 @@ def try_framework(framework: Framework, environment: Environment, wheel: Path) -
     try:
         install(framework, environment, wheel, found)
         found.gigabytes = occupied_bytes(environment.folder) / 1e9
-        if not found.problems or found.moved:
-            try_runs(framework, environment, found)
+        try_runs(framework, environment, found)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         found.problems.append(f"{error}\n{environment.tail()}")
     return found
@@ -481,13 +483,12 @@ def both(stock: Outcome, ours: Outcome) -> str:
 
 def table(results: Iterable[tuple[Framework, Found]]) -> str:
     """Returns the results as Markdown."""
-    titles = ("framework", *SHOWN, "changed by memascend", *TITLES, "GB")
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for framework, found in results:
         versions = [found.versions.get(name, "") for name in (framework.package, *SHOWN)]
         cells = [found.cells.get(title, "") for title in TITLES]
         first = f"{framework.title} {versions[0]}"
-        moved = ", ".join(found.moved) or "nothing"
+        moved = ", ".join(found.moved) or ("nothing" if found.versions else UNKNOWN)
         row = [first, *versions[1:], moved, *cells, f"{found.gigabytes:.1f}"]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,6 +67,26 @@ def test_who_shares_an_environment_installs_the_same(script: ModuleType) -> None
     frameworks = {path.stem: script.load(path) for path in FILES}
     for one in frameworks.values():
         assert one.requirements == frameworks[one.place].requirements
+
+
+def test_the_page_has_a_row_for_each(script: ModuleType) -> None:
+    """A framework with two files, each with its release, has two rows."""
+    text = (ROOT / "configs" / "README.md").read_text("utf-8")
+    [part] = re.findall(r"^## Versions that were run\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    table = part[part.index("| framework | torch") :].partition("\n\n")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert head == [*script.HEAD]
+    assert {len(row) for row in rows} == {len(head)}
+    named = [row[0].rpartition(" ") for row in rows]
+    expected = {path.stem: script.load(path) for path in FILES}
+    assert sorted(name for name, _, _ in named) == sorted(one.title for one in expected.values())
+    for one in expected.values():
+        pins = re.findall(rf"\b{one.package}\S*==(\S+)", " ".join([*one.requirements, *one.alone]))
+        for pin in pins:
+            assert (one.title, " ", pin) in named
+    for row in rows:
+        cells = {*row[1:]}
+        assert cells == {"not run"} or "not run" not in cells
 
 
 # -- a recipe at toy size --------------------------------------------------------------------------
@@ -234,6 +255,67 @@ def test_what_pip_has_changed_is_named(script: ModuleType) -> None:
     found = script.Found(moved=["deepspeed 0.18.9 -> 0.19.8"])
     framework = script.load(FILES[0])
     assert "| deepspeed 0.18.9 -> 0.19.8 |" in script.table([(framework, found)])
+
+
+class Refuses:
+    """Stands for an environment in which pip refuses commands with one of the words."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.words = words
+
+    is_ready = False
+
+    def create(self) -> None:
+        self.folder.mkdir()
+
+    def finish(self) -> None:
+        pass
+
+    def tail(self) -> str:
+        return "the end of the log"
+
+    def install(self, *words: str) -> None:
+        if {*words} & {*self.words}:
+            raise subprocess.CalledProcessError(1, "pip")
+
+    def python(self, *words: str) -> Any:
+        return type("Done", (), {"stdout": '[{"name": "trl", "version": "1.0"}]'})
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_run", "moved", "problem"),
+    [
+        ("--dry-run", True, "nothing", "not installed in one command"),
+        ("setuptools", False, "?", "pip"),
+    ],
+)
+def test_runs_are_made_where_the_framework_and_memascend_are_installed(
+    script: ModuleType,
+    framework: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    is_run: bool,
+    moved: str,
+    problem: str,
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(script, "try_runs", lambda one, *_: ran.append(one.name))
+    environment = Refuses(tmp_path / "one", refused)
+    found = script.try_framework(framework, environment, tmp_path / "memascend.whl")
+    assert bool(ran) == is_run
+    [text] = found.problems
+    assert problem in text
+    assert "the end of the log" in text
+    columns = dict(zip(*(row.split(" | ") for row in rows(script, framework, found)), strict=True))
+    assert columns["changed by memascend"] == moved
+
+
+def rows(script: ModuleType, framework: Any, found: Any) -> list[str]:
+    """Return the table's head and its row."""
+    head, _, row = script.table([(framework, found)]).splitlines()
+    return [head, row]
 
 
 def test_a_name_that_no_framework_has_tries_nothing(script: ModuleType, tmp_path: Path) -> None:
