@@ -140,6 +140,64 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 # -- what exists is named --------------------------------------------------------------------------
 
 
+#: Of each 1000 words of a page, below which number "what" must be; a single one is allowed.
+WHATS_MAX = 3
+PROSE = (
+    *(README, ROOT / "CONTRIBUTING.md"),
+    *(ROOT / name / "README.md" for name in ("configs", "examples", "deploy")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
+
+
+def hard_to_read(text: str) -> list[str]:
+    """Return what a page's prose has too often, or opens a sentence with."""
+    text = re.sub(r"^ *```.*?^ *```$|`[^`]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    begins = r"(?:^[-*|#> ]*|[.!?:|]\s+)"
+    found = re.findall(rf"{begins}((?:Of|What|Whoever)\b.{{,40}})", text, re.MULTILINE)
+    whats = re.findall(r"\bwhat\b\s+\S+", text, re.IGNORECASE)
+    words = len(re.findall(r"\w[\w'-]*", text))
+    return found + whats * (len(whats) > 1 and len(whats) * 1000 >= WHATS_MAX * words)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_page_has_nouns_instead_of_clauses_with_what(page: Path) -> None:
+    assert hard_to_read(read(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("It says what failed, and " + "names it " * 400 + "and what to do.", 0),
+        ("It says what failed, and what to do.", 2),
+        ("A page.\nOf these, two are read.", 1),
+        ("| key | What it does |", 1),
+        ("It ends. Whoever reads it, waits.", 1),
+        ("```\nWhat is it\nwhat\nwhat\n```\nA `what`, so `what`.", 0),
+    ],
+)
+def test_prose_that_is_hard_to_read_is_noticed(text: str, count: int) -> None:
+    assert len(hard_to_read(text)) == count
+
+
+def test_pythons_are_the_same_in_the_package_the_workflows_and_the_pages() -> None:
+    package, tests, wheels = (
+        read(ROOT / name)
+        for name in ("pyproject.toml", ".github/workflows/ci.yml", ".github/workflows/wheels.yml")
+    )
+    named = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', package)
+    span = f"{named[0]} to {named[-1]}"
+    assert re.findall(r"^ +python: \[(.*)\]$", tests, re.MULTILINE) == [
+        ", ".join(f'"{one}"' for one in named)
+    ]
+    built = [f"3.{minor}" for minor in re.findall(r"cp3(\d+)-\*", package)]
+    assert f"python: [{', '.join(f'{chr(34)}{one}{chr(34)}' for one in built)}]" in wheels
+    [untried] = sorted({*built} - {*named})
+    assert f"Python {span}, untried for {untried}" in read(ROOT / "CHANGELOG.md")
+    versions = " ".join(read(VERSIONS_PAGE).split())
+    assert f"**Python** {span}:" in versions
+    assert f"built for {untried} as well, which nobody has tried" in versions
+
+
 def test_the_readme_leads_to_every_page() -> None:
     pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")}
     assert pages - set(re.findall(r"\]\(([^)#]+)\)", read(README))) == set()
