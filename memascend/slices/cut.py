@@ -69,11 +69,18 @@ class Cut(Protocol):
     def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """Return a view of a whole output: the part that a slice computes."""
 
-    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+    def whole_shape(
+        self, number: int, output: torch.Tensor, *, is_of_rows: bool = False
+    ) -> tuple[int, ...]:
         """Return the shape of a whole output, from that of a slice.
 
+        Args:
+            number: That of the slice.
+            output: The output of the slice.
+            is_of_rows: Whether it is known that the first dimension has the slice's sequences.
+
         Raises:
-            CannotCut: The output does not have the batch first.
+            CannotCut: The output does not have the batch first, or may be shared by the batch.
         """
 
 
@@ -109,22 +116,33 @@ class BatchCut:
         begin, end = self.rows[number]
         return output[begin * per_row : end * per_row]
 
-    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a whole output, from that of a slice; it may have tokens first.
+    def whole_shape(
+        self, number: int, output: torch.Tensor, *, is_of_rows: bool = False
+    ) -> tuple[int, ...]:
+        """Return the shape of a whole output, from that of a slice.
 
-        An output of one dimension may be a number for each sequence, or numbers of the slice.
+        An output of a slice has (sequences, tokens, ...), or with several sequences (sequences *
+        tokens, ...). Another one may be a bias or a statistic of the slice: such are the first
+        dimensions (1, heads) of a slice of one sequence.
+
+        Args:
+            number: That of the slice.
+            output: The output of the slice.
+            is_of_rows: Whether it is known that the first dimension has the slice's sequences.
 
         Raises:
-            CannotCut: The output does not have the batch first.
+            CannotCut: The output does not have the batch first, or may be shared by the batch.
         """
         begin, end = self.rows[number]
-        per_row, rest = divmod(output.shape[0], end - begin) if output.dim() > 1 else (0, 0)
-        if rest or per_row not in (1, self.sequence):
+        rows, shape = end - begin, tuple(output.shape)
+        has_rows = shape[:2] == (rows, self.sequence) or (is_of_rows and shape[:1] == (rows,))
+        has_tokens = rows > 1 and len(shape) > 1 and shape[0] == rows * self.sequence
+        if not (has_rows or has_tokens):
             raise CannotCut(
-                f"an output of shape {tuple(output.shape)} has no dimension of {end - begin} "
-                "sequences"
+                f"an output of shape {shape} has no dimensions of {rows} sequence(s) of "
+                f"{self.sequence} tokens"
             )
-        return (per_row * self.batch, *output.shape[1:])
+        return (shape[0] // rows * self.batch, *shape[1:])
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,9 @@ class WholeCut:
         """Return the output."""
         return output
 
-    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+    def whole_shape(
+        self, number: int, output: torch.Tensor, *, is_of_rows: bool = False
+    ) -> tuple[int, ...]:
         """Return the shape of the output."""
         return tuple(output.shape)
 

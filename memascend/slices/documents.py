@@ -125,7 +125,9 @@ class DocumentCut:
         begin, end = self.documents.ranges[number]
         return output.narrow(self._dimension(output, self.documents.length), begin, end - begin)
 
-    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+    def whole_shape(
+        self, number: int, output: torch.Tensor, *, is_of_rows: bool = False
+    ) -> tuple[int, ...]:
         """Return the shape of a whole output, from that of a slice.
 
         Raises:

@@ -371,13 +371,18 @@ class LossCut:
             return self.inputs.part(number, output)
         return output[number : number + 1]
 
-    def whole_shape(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+    def whole_shape(
+        self, number: int, output: torch.Tensor, *, is_of_rows: bool = False
+    ) -> tuple[int, ...]:
         """Return the shape of all numbers, or of a whole output.
 
         Raises:
             CannotCut: The output does not have the batch first.
         """
-        return self.inputs.whole_shape(number, output) if output.dim() > 1 else (self.count,)
+        if output.dim() < 2:
+            return (self.count,)
+        # Of a loss these are values of tokens, one fewer than a sequence has (FusedLoss.take).
+        return self.inputs.whole_shape(number, output, is_of_rows=True)
 
 
 class _Output(Exception):

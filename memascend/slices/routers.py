@@ -27,11 +27,12 @@ class RouterLogits:
         """Append those of the whole batch to the list of `collected`, a collector."""
         self._collected = collected
         self._is_tuple, self._own_count = False, 1
+        self._are_flat: list[bool] = []  # of each: whether its first dimension is that of tokens
 
     def outputs_of(self, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         """Return a function that returns a call's outputs, and behind them its router logits.
 
-        That function raises CannotCut if they do not have the tokens first, as (experts, tokens).
+        These have (sequences, tokens, ...), which no statistic of a slice of one sequence has. That function raises CannotCut if they do not have the tokens first, as (experts, tokens).
         """
 
         def run(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
@@ -44,14 +45,25 @@ class RouterLogits:
             states = next(one for one in (*arguments, *keywords.values()) if torch.is_tensor(one))
             for one in found[_KEY]:
                 _check_tokens_first(one, states)
-            return (*outputs, *found[_KEY])
+            places = states.shape[:2]
+            self._are_flat = [one.shape[:2] != places for one in found[_KEY]]
+            return (
+                *outputs,
+                *(
+                    one.reshape(*places, *one.shape[1:]) if is_flat else one
+                    for one, is_flat in zip(found[_KEY], self._are_flat, strict=True)
+                ),
+            )
 
         return run
 
     def take(self, outputs: tuple[Any, ...]) -> Any:
         """Return the outputs of the call alone, and append its router logits to the list."""
-        own = outputs[: self._own_count]
-        self._collected[_KEY].extend(outputs[self._own_count :])
+        own, logits = outputs[: self._own_count], outputs[self._own_count :]
+        self._collected[_KEY].extend(
+            one.flatten(0, 1) if is_flat else one
+            for one, is_flat in zip(logits, self._are_flat, strict=True)
+        )
         return own if self._is_tuple else own[0]
 
 

@@ -118,14 +118,22 @@ def test_parts_are_views_of_whole_outputs_also_of_tokens() -> None:
     assert found.whole_shape(0, tokens[: 2 * SEQUENCE]) == tuple(tokens.shape)
     found.part(1, tokens).zero_()
     assert tokens.count_nonzero() == BATCH * SEQUENCE - 2 * SEQUENCE - 1
-    with pytest.raises(CannotCut, match="no dimension of 2 sequences"):
-        found.whole_shape(0, torch.zeros(1, 4, 16, 16))
+    assert found.whole_shape(0, torch.zeros(2, SEQUENCE, 3)) == (BATCH, SEQUENCE, 3)
+    assert found.whole_shape(0, torch.zeros(2, 3), is_of_rows=True) == (BATCH, 3)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (8, 2), (4, SEQUENCE)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (2,), (8, 2), (4, SEQUENCE), (2, 4), (1, 4, SEQUENCE, SEQUENCE)]
+)
 def test_an_output_that_may_be_a_statistic_is_not_put_together(shape: tuple[int, ...]) -> None:
-    with pytest.raises(CannotCut, match="no dimension of 2 sequences"):
+    with pytest.raises(CannotCut, match=r"no dimensions of 2 sequence\(s\) of 16 tokens"):
         cut(STATES).whole_shape(0, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4, SEQUENCE, SEQUENCE), (SEQUENCE, SEQUENCE)])
+def test_an_output_of_one_sequence_may_be_a_statistic_or_a_bias(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CannotCut, match=r"no dimensions of 1 sequence\(s\) of 16 tokens"):
+        cut(STATES, count=BATCH).whole_shape(0, torch.zeros(shape))
 
 
 def test_a_layer_may_have_the_sequence_first() -> None:

@@ -95,6 +95,14 @@ class ReturnsLoss(Layer):
         return found, found.square().mean()[None]
 
 
+class ReturnsLossOfTwoDimensions(Layer):
+    """Returns it as a batch of one sequence would have it."""
+
+    def forward(self, states: torch.Tensor) -> Any:
+        found = super().forward(states)
+        return found, found.square().mean()[None, None]
+
+
 class DependsOnSlice(Layer):
     """Returns more if no row begins with a positive value."""
 
@@ -134,7 +142,8 @@ def _halve(param: torch.Tensor) -> None:
         (second_dimension(), "batch in the second dimension"),
         (KeepsLoss(), "its attribute kept keeps"),
         (AppendsLoss(), "its attribute losses keeps"),
-        (ReturnsLoss(), r"shape \(1,\) has no dimension of 1 sequences"),
+        (ReturnsLoss(), r"shape \(1,\) has no dimensions of 1 sequence"),
+        (ReturnsLossOfTwoDimensions(), r"shape \(1, 1\) has no dimensions of 1 sequence"),
         (DependsOnSlice(), "not of the same shapes"),
         *((hooked(one), "has a hook, ") for one in ("forward", "pre", "backward")),
         *((hooked(one), "linear.weight has a hook, ") for one in ("parameter", "accumulated")),
