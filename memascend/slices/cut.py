@@ -178,6 +178,7 @@ def cut_batch(
     batch: int,
     count: int,
     *,
+    mixes: bool = False,
     head_counts: frozenset[int] = frozenset(),
     is_batch_first: bool = True,
 ) -> BatchCut:
@@ -187,6 +188,8 @@ def cut_batch(
         leaves: The arguments. The first tensor is (batch, sequence, ...).
         batch: Sequences of the batch.
         count: The wanted number of slices; fewer if there are fewer sequences.
+        mixes: Whether a layer is called, where numbers are rather frequencies, slopes or sizes than
+            weights of sequences, as a loss has them.
         head_counts: Numbers of attention heads of the layer that is called.
         is_batch_first: Whether it is known that the batch comes before the sequence.
 
@@ -209,8 +212,11 @@ def cut_batch(
     dimensions: list[int | None] = []
     for path, value in zip(leaves.paths, leaves.values, strict=True):
         dimension = 0 if value is first else _dimension(path, value, batch, sequence)
-        if dimension == 0 and value is not first and batch in head_counts:
-            _check_not_of_heads(path, value, sequence)
+        if dimension == 0 and value is not first:
+            if mixes and batch > 1 and value.dim() == 1 and value.is_floating_point():
+                raise CannotCut(f"{path} of shape {tuple(value.shape)} may be of all sequences")
+            if batch in head_counts:
+                _check_not_of_heads(path, value, sequence)
         dimensions.append(dimension)
     return BatchCut(batch, sequence, _rows(batch, min(count, batch)), tuple(dimensions))
 

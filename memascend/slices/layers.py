@@ -77,6 +77,7 @@ class Batch:
             leaves,
             self.sequences,
             self.count,
+            mixes=True,
             head_counts=_head_counts(layer),
             is_batch_first=is_of_transformers(layer),
         )

@@ -32,7 +32,8 @@ class RouterLogits:
     def outputs_of(self, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         """Return a function that returns a call's outputs, and behind them its router logits.
 
-        These have (sequences, tokens, ...), which no statistic of a slice of one sequence has. That function raises CannotCut if they do not have the tokens first, as (experts, tokens).
+        These have (sequences, tokens, ...), which no statistic of a slice of one sequence has.
+        That function raises CannotCut if they do not have the tokens first, as (tokens, experts).
         """
 
         def run(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:

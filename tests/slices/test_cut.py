@@ -136,6 +136,15 @@ def test_an_output_of_one_sequence_may_be_a_statistic_or_a_bias(shape: tuple[int
         cut(STATES, count=BATCH).whole_shape(0, torch.zeros(shape))
 
 
+def test_numbers_in_a_layer_may_be_frequencies_of_a_batch_as_long() -> None:
+    leaves = Leaves.of((STATES,), {"frequencies": torch.ones(BATCH)})
+    with pytest.raises(CannotCut, match=r"\.frequencies of shape \(6,\) may be of all sequences"):
+        cut_batch(leaves, BATCH, 3, mixes=True)
+    assert cut_batch(leaves, BATCH, 3).dimensions == (0, 0)  # weights of sequences in a loss
+    lengths = Leaves.of((STATES,), {"lengths": torch.ones(BATCH, dtype=torch.int64)})
+    assert cut_batch(lengths, BATCH, 3, mixes=True).dimensions == (0, 0)
+
+
 def test_a_layer_may_have_the_sequence_first() -> None:
     states = torch.zeros(BATCH, BATCH, HIDDEN)
     with pytest.raises(CannotCut, match="may have the batch second"):

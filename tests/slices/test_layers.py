@@ -166,6 +166,34 @@ def test_a_layer_of_which_slices_may_depend_stays_whole(
     assert_close(gradients(model), expected)
 
 
+class Scales(Layer):
+    """Scales features by as many numbers as the batch has sequences."""
+
+    def forward(self, states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(states) * scales.sum()
+
+
+class GivesScales(OneLayer):
+    """Gives its layer the numbers of all sequences."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scales = torch.arange(1.0, ROWS + 1)
+        found = checkpoint(self.layer, self.embedding(ids), scales, use_reentrant=False)
+        return found.square().mean()
+
+
+def test_numbers_for_all_sequences_are_not_cut_in_a_batch_as_long(caplog: Any) -> None:
+    torch.manual_seed(0)
+    model = GivesScales(Scales())
+    ids = torch.randint(50, (ROWS, LENGTH))
+    model(ids).backward()
+    expected = gradients(model)
+    with caplog.at_level(logging.WARNING), sliced(model).running((ids,), {}, lambda _: 3):
+        model(ids).backward()
+    assert "may be of all sequences" in caplog.text
+    assert_close(gradients(model), expected)
+
+
 def test_outputs_of_another_shape_are_computed_with_the_weights_that_are_gathered(
     passes: list[Any],
 ) -> None:
