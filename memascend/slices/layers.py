@@ -226,21 +226,22 @@ class SlicedCheckpoint:
 
     def __init__(self, original: Callable[..., Any], slicer: Slicer) -> None:
         """Stand in for `original(function, *arguments)`, which computes layers that are not cut."""
-        self._original, self._slicer = original, slicer
+        self.original, self._slicer = original, slicer
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Run a function of a layer."""
         if self._slicer.batch is None:
-            return self._original(function, *arguments, **keywords)
+            return self.original(function, *arguments, **keywords)
         whole = self._slicer.whole(function)
-        otherwise = functools.partial(self._original, whole, *arguments, **keywords)
+        otherwise = functools.partial(self.original, whole, *arguments, **keywords)
         given = {name: one for name, one in keywords.items() if name not in _OPTIONS}
         found = _unpack(function, arguments, given)
+        self._slicer.layer_count += 1
         if found is None:
-            self._slicer.note(str(function), "its function belongs to no module")
+            name = str(getattr(function, "__qualname__", type(function).__name__))
+            self._slicer.note(name, "its function belongs to no module")
             return otherwise()
         module, call, leaves = found
-        self._slicer.layer_count += 1
         return self._slicer.run_module(module, call, leaves, otherwise, is_layer=True)
 
 

@@ -6,30 +6,25 @@ gradients would otherwise be added up in another order, and the head.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
 
+from memascend.slices.checkpoints import Undo, replace_checkpoints, set_until_undone
 from memascend.slices.cut import Leaves
 from memascend.slices.documents import Documents, find_documents
 from memascend.slices.head import SlicedHead
 from memascend.slices.layers import (
     LAYER_CLASS,
     Batch,
-    SlicedCheckpoint,
     Slicer,
     is_of_transformers,
 )
 from memascend.slices.routers import are_collected
 
-#: Where transformers keeps a layer's checkpoint function.
-_LAYER_FUNCTION = "_gradient_checkpointing_func"
 #: Inputs that have the batch first, the first one counts.
 _BATCH_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 _ROUTERS = "output_router_logits"
@@ -93,7 +88,7 @@ class SlicedModel:
         documents = self._documents(keywords, count_of) if sequences == 1 else None
         batch = Batch(sequences, count_of(sequences), documents)
         self._note_count(batch.slice_count_max)
-        undo: list[Callable[[], object]] = []
+        undo: Undo = []
         try:
             self._replace(undo)
             with self._slicer.slicing(batch):
@@ -117,23 +112,20 @@ class SlicedModel:
         keep_apart = is_flash and keywords.get("attention_mask") is None
         return find_documents(keywords, row.shape[1], count_of, keep_apart=keep_apart)
 
-    def _replace(self, undo: list[Callable[[], object]]) -> None:
-        layers: set[nn.Module] = set()
-        for module in self._module.modules():
-            function = vars(module).get(_LAYER_FUNCTION)
-            if function is not None and getattr(module, "gradient_checkpointing", False):
-                _set(undo, module, _LAYER_FUNCTION, SlicedCheckpoint(function, self._slicer))
-                if is_of_transformers(module):
-                    layers.add(module)
-        for name in {type(module).__module__ for module in self._module.modules()}:
-            _replace_checkpoints(undo, sys.modules.get(name), self._slicer)
+    def _replace(self, undo: Undo) -> None:
+        layers = {
+            module
+            for module in self._module.modules()
+            if is_of_transformers(module) and getattr(module, "gradient_checkpointing", False)
+        }
+        replace_checkpoints(undo, self._module, self._slicer)
         for module in _beside(self._module, layers):
-            _set(undo, module, "forward", _SlicedForward(module, self._slicer))
+            set_until_undone(undo, module, "forward", _SlicedForward(module, self._slicer))
         if self._slices_head:
             for model in self._module.modules():
                 if _has_head(model):
                     head = SlicedHead(model, model.forward, self._slicer, self._step_count)
-                    _set(undo, model, "forward", head)
+                    set_until_undone(undo, model, "forward", head)
 
 
 class _SlicedForward:
@@ -197,24 +189,3 @@ def _has_head(model: nn.Module) -> bool:
     prefix = getattr(type(model), "base_model_prefix", "")
     is_model = hasattr(model, "get_output_embeddings") and hasattr(model, "loss_type")
     return bool(prefix) and is_model and model._modules.get(prefix) is not None
-
-
-def _replace_checkpoints(undo: list[Callable[[], object]], holder: Any, slicer: Slicer) -> None:
-    """Replace checkpoint functions among the names of a file of the model."""
-    known = [torch_checkpoint.checkpoint]
-    deepspeed = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
-    if deepspeed is not None:
-        known.append(deepspeed.checkpoint)
-    for name, value in list(vars(holder).items()) if holder is not None else ():
-        if any(value is one for one in known):
-            _set(undo, holder, name, SlicedCheckpoint(value, slicer))
-
-
-def _set(undo: list[Callable[[], object]], owner: Any, name: str, value: Any) -> None:
-    """Set a name of a module or a file until it is undone, past `nn.Module.__setattr__`."""
-    names = vars(owner)
-    if name in names:
-        undo.append(functools.partial(names.__setitem__, name, names[name]))
-    else:
-        undo.append(functools.partial(names.pop, name))
-    names[name] = value
