@@ -139,6 +139,11 @@ class _SlicedForward:
             return self._original(*arguments, **keywords)
 
         leaves = Leaves.of(arguments, keywords)
+        if not any(
+            torch.is_tensor(one) and one.requires_grad
+            for one in (*self._module.parameters(), *leaves.values)
+        ):
+            return otherwise()  # a frozen one, which saves nothing
         return self._slicer.run_module(
             self._module, self._original, leaves, otherwise, is_layer=False
         )
@@ -174,11 +179,15 @@ def _hides_outputs(layer: type[nn.Module]) -> bool:
 
 
 def _beside(root: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield embeddings and norms that are in no layer."""
+    """Yield embeddings and norms that are in no layer, also frozen ones and those without weights.
+
+    A norm behind frozen weights saves its input, if that wants a gradient.
+    """
     if root in layers:
         return
     is_row_wise = isinstance(root, nn.Embedding) or type(root).__name__.endswith("Norm")
-    if is_row_wise and any(param.requires_grad for param in root.parameters(recurse=False)):
+    has_own = any(True for _ in root.parameters(recurse=False))
+    if is_row_wise and (has_own or not root._modules):
         yield root
     for child in root.children():
         yield from _beside(child, layers)

@@ -12,7 +12,7 @@ import transformers
 
 from memascend.slices.layers import LAYER_CLASS
 from tests.parity import families
-from tests.support.sliced_models import LENGTH, ROWS, assert_close, batch, make, run, sliced
+from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, batch, make, run, sliced
 
 
 @pytest.mark.parametrize("family", families.PUBLISHED)
@@ -136,6 +136,27 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     found = run(model, inputs, 3)[1]
     assert found.keys() == expected.keys()
     assert_close(found, expected)
+
+
+def test_a_norm_without_weights_runs_in_slices_if_its_input_wants_a_gradient(
+    passes: list[Any],
+) -> None:
+    class Normed(Plain):
+        def __init__(self) -> None:
+            super().__init__(reentrant=False)
+            self.norm = torch.nn.LayerNorm(8, elementwise_affine=False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            states = self.embedding(ids)
+            return (self.norm(states)[..., 0] * states[..., 1]).mean()
+
+    model, ids = Normed(), torch.randint(50, (ROWS, LENGTH))
+    for trains, count in ((True, 2), (False, 0)):
+        model.embedding.requires_grad_(trains)
+        passes.clear()
+        with sliced(model).running((ids,), {}, lambda _: 3):
+            model(ids)
+        assert passes == [("forward", [0, 1, 2])] * count
 
 
 def test_a_model_is_copied_while_it_runs_and_behind() -> None:
