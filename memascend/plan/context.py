@@ -331,10 +331,9 @@ class Training:
         }
 
     def _head_tokens(self, tokens: int, slice_tokens: int) -> int:
-        """Return the tokens whose logits exist at once; a fused loss is not cut into slices."""
+        """Return the tokens whose loss is computed at once, fused or with logits."""
         section = self.micro_batches
-        is_sliced = (section is None or section.head) and not self.has_fused_loss
-        return slice_tokens if is_sliced else tokens
+        return slice_tokens if section is None or section.head else tokens
 
     def _layers(self) -> list[list[TensorShape]]:
         """Return the parameters of each layer; the whole model if it has no numbered layers."""
