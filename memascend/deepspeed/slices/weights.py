@@ -8,6 +8,7 @@ modules use or one module several times, is ready at the end of the backward pas
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ import torch
 
 from memascend.deepspeed.slices.held import HeldParameters
 from memascend.slices.cut import CannotCut
+
+log = logging.getLogger(__name__)
+
+#: A graph that so many steps did not differentiate is kept by the script, and no part of a step.
+_KEPT_STEPS_MIN = 2
 
 
 class Reduction(Protocol):
@@ -68,6 +74,7 @@ class PassGradients:
         self._seen: set[int] = set()
         self._waiting: weakref.WeakSet[CallWeights] = weakref.WeakSet()
         self._late: dict[int, Any] = {}
+        self._has_noted_kept = False
         #: Slices of the rank with the most in this pass, if each is reduced.
         self.slice_count = 1
         #: Steps so far.
@@ -80,6 +87,7 @@ class PassGradients:
         used: both graphs may be differentiated at once.
         """
         if self._waiting:
+            self._note_kept()
             return
         if self.sums is not None:
             self.sums.drop()
@@ -90,6 +98,20 @@ class PassGradients:
         for param in self._shared:
             param.ds_grad_is_ready = False
             self._reduction.widen_gradient(param)
+
+    def _note_kept(self) -> None:
+        """Log once that a script keeps a graph of which no backward pass comes."""
+        steps = self.step_count - min(weights.step for weights in self._waiting)
+        if steps >= _KEPT_STEPS_MIN and not self._has_noted_kept:
+            self._has_noted_kept = True
+            log.warning(
+                "memascend: a forward pass of %d steps ago has had no backward pass, and its graph "
+                "is kept. Meanwhile the gradients of the whole model stay on the device until the "
+                "end of each backward pass. likely cause: the script keeps an output or a loss. "
+                "fix: keep `loss.detach()`, or compute values that are only logged under "
+                "`torch.no_grad()`",
+                steps,
+            )
 
     def note_step(self) -> None:
         """Note that weights have changed."""
@@ -224,6 +246,8 @@ class CallWeights:
         self._trained = [param for param in params if gradients.trains(param)]
         self._gradients, self._reduction, self._held = gradients, reduction, held
         self._slice_count = gradients.slice_count
+        #: Steps before the forward pass of the call.
+        self.step = gradients.step_count
 
     @contextmanager
     def in_forward(self) -> Iterator[Callable[[int], None]]:

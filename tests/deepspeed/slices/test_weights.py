@@ -137,6 +137,38 @@ def test_two_graphs_at_once_use_everything_twice(reduction: Reduction, gradients
         assert bias.ds_grad_is_ready
 
 
+def test_a_graph_that_a_script_keeps_is_named_once(
+    reduction: Reduction, gradients: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bias: Any = reduction.module.other.bias
+    kept = gradients.weights_of([bias])
+    counts = []
+    for _ in range(4):
+        gradients.begin()
+        with gradients.weights_of([bias]).in_backward(1) as begin_slice:
+            begin_slice(0)
+        gradients.note_step()
+        counts.append(caplog.text.count("2 steps ago has had no backward pass"))
+    assert counts == [0, 0, 1, 1]
+    assert "stay on the device" in caplog.text
+    assert "loss.detach()" in caplog.text
+    del kept
+
+
+def test_a_graph_of_the_same_step_is_none_that_a_script_keeps(
+    gradients: Any, reduction: Reduction, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of two forward passes before one backward pass, in each step."""
+    for _ in range(4):
+        first = gradients.weights_of([reduction.module.other.bias])
+        gradients.begin()
+        gradients.begin()
+        with first.in_backward(1) as begin_slice:
+            begin_slice(0)
+        gradients.note_step()
+    assert caplog.text == ""
+
+
 def test_sums_of_slices_are_complete_with_the_last(reduction: Reduction) -> None:
     from memascend.deepspeed.slices.held import HeldParameters
     from memascend.deepspeed.slices.weights import PassGradients
