@@ -34,6 +34,10 @@ _NO_LAYERS = (
     "none of its layers is checkpointed. fix: turn activation checkpointing on "
     "(`gradient_checkpointing=True` in the Trainer, `model.gradient_checkpointing_enable()`)"
 )
+_NO_HEAD = (
+    "it is none of transformers' models with a base model and one head behind it, so its loss is "
+    "that of its own code"
+)
 
 
 class SlicedModel:
@@ -93,6 +97,8 @@ class SlicedModel:
             self._replace(undo)
             with self._slicer.slicing(batch):
                 yield
+            if self._slices_head and not any(map(_has_head, self._module.modules())):
+                self._slicer.note(f"the head of {type(self._module).__name__}", _NO_HEAD)
             if self._slicer.layer_count == 0:
                 self._slicer.note(type(self._module).__name__, _NO_LAYERS)
         finally:

@@ -13,7 +13,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import ConfigError
-from tests.support.sliced_models import ROWS, assert_close, batch, gradients, make, run, sliced
+from tests.support.sliced_models import (
+    LENGTH,
+    ROWS,
+    Plain,
+    assert_close,
+    batch,
+    gradients,
+    make,
+    run,
+    sliced,
+)
 
 
 def test_logits_exist_for_one_slice_until_they_are_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,3 +240,18 @@ def test_a_hook_on_the_head_sees_all_logits(caplog: pytest.LogCaptureFixture) ->
         model(**inputs)
     assert "has a hook, " in caplog.text
     assert [(len(one), one.requires_grad) for one in seen] == [(ROWS, True)]
+
+
+def test_a_model_without_a_known_head_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Plain(reentrant=False)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    runs = sliced(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with runs.running((ids,), {}, lambda _: 3):
+                model(ids)
+    assert caplog.text.count("the head of Plain computes the whole batch at once: it is none") == 1
+    caplog.clear()
+    with sliced(model, slices_head=False).running((ids,), {}, lambda _: 3):
+        model(ids)
+    assert caplog.text == ""
