@@ -121,9 +121,10 @@ class BatchCut:
     ) -> tuple[int, ...]:
         """Return the shape of a whole output, from that of a slice.
 
-        An output of a slice has (sequences, tokens, ...), or with several sequences (sequences *
-        tokens, ...). Another one may be a bias or a statistic of the slice: such are the first
-        dimensions (1, heads) of a slice of one sequence.
+        An output of a slice has (sequences, tokens, ...) or (sequences * tokens, ...). Another one
+        may be a bias or a statistic of the slice: such are the first dimensions (1, heads) of a
+        slice of one sequence. For one sequence tokens come first only as in the router logits
+        (tokens, experts): other tensors may be of positions, which all sequences share.
 
         Args:
             number: That of the slice.
@@ -136,7 +137,9 @@ class BatchCut:
         begin, end = self.rows[number]
         rows, shape = end - begin, tuple(output.shape)
         has_rows = shape[:2] == (rows, self.sequence) or (is_of_rows and shape[:1] == (rows,))
-        has_tokens = rows > 1 and len(shape) > 1 and shape[0] == rows * self.sequence
+        has_tokens = len(shape) > 1 and shape[0] == rows * self.sequence
+        if rows == 1:
+            has_tokens &= len(shape) == 2 and shape[1] != self.sequence
         if not (has_rows or has_tokens):
             raise CannotCut(
                 f"an output of shape {shape} has no dimensions of {rows} sequence(s) of "

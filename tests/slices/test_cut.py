@@ -130,10 +130,14 @@ def test_an_output_that_may_be_a_statistic_is_not_put_together(shape: tuple[int,
         cut(STATES).whole_shape(0, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4, SEQUENCE, SEQUENCE), (SEQUENCE, SEQUENCE)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 4, SEQUENCE, SEQUENCE), (SEQUENCE, SEQUENCE), (SEQUENCE, 1, HIDDEN)]
+)
 def test_an_output_of_one_sequence_may_be_a_statistic_or_a_bias(shape: tuple[int, ...]) -> None:
+    found = cut(STATES, count=BATCH)
     with pytest.raises(CannotCut, match=r"no dimensions of 1 sequence\(s\) of 16 tokens"):
-        cut(STATES, count=BATCH).whole_shape(0, torch.zeros(shape))
+        found.whole_shape(0, torch.zeros(shape))
+    assert found.whole_shape(0, torch.zeros(SEQUENCE, 4)) == (BATCH * SEQUENCE, 4)  # of a router
 
 
 def test_numbers_in_a_layer_may_be_frequencies_of_a_batch_as_long() -> None:
