@@ -141,7 +141,7 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 
 
 #: Of each 1000 words of a page, below which number "what" must be; a single one is allowed.
-WHATS_MAX = 3
+CLAUSES_MAX = 3
 PROSE = (
     *(README, ROOT / "CONTRIBUTING.md"),
     *(ROOT / name / "README.md" for name in ("configs", "examples", "deploy")),
@@ -154,9 +154,9 @@ def hard_to_read(text: str) -> list[str]:
     text = re.sub(r"^ *```.*?^ *```$|`[^`]*`", "", text, flags=re.MULTILINE | re.DOTALL)
     begins = r"(?:^[-*|#> ]*|[.!?:|]\s+)"
     found = re.findall(rf"{begins}((?:Of|What|Whoever)\b.{{,40}})", text, re.MULTILINE)
-    whats = re.findall(r"\bwhat\b\s+\S+", text, re.IGNORECASE)
+    clauses = re.findall(r"\bwhat\b\s+\S+", text, re.IGNORECASE)
     words = len(re.findall(r"\w[\w'-]*", text))
-    return found + whats * (len(whats) > 1 and len(whats) * 1000 >= WHATS_MAX * words)
+    return found + clauses * (len(clauses) > 1 and len(clauses) * 1000 >= CLAUSES_MAX * words)
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -382,6 +382,11 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
             f"logits take {LOGITS_BYTES} bytes for each token and entry of the vocabulary; a fused "
             "loss computes them in chunks: --fused-loss counts with one"
         )
+    elif training.micro_batches is not None:
+        notes.append(
+            "the fused loss is computed in slices, as those of Liger and TRL are; one of a script "
+            "takes hidden states of the whole batch"
+        )
     notes.append(
         f"{format_nbytes(HOST_RESERVE_BYTES)} of host memory are for Python, torch and the "
         "device's libraries (estimate)"

@@ -21,8 +21,6 @@ from memascend.plan.shapes import ModelShapes, TensorShape, builtin
 #: Names of parameters that DeepSpeed gives to Adam, as those of fewer than two dimensions
 #: (`set_optimizer_flags` in its `__init__.py`).
 ADAM_KEYWORDS = ("embed", "lm_head")
-#: Dimensions of a weight that `muon_update` flattens to one matrix.
-CONVOLUTION_DIMENSIONS = 4
 #: Model whose norm is told where the model is not known.
 EXAMPLE = "Llama-3.1-8B"
 #: On the device, for each element of a matrix that is updated: its gradient and momentum, and the
@@ -104,17 +102,11 @@ def on_drive_numels(
 
 
 def update_norm(matrices: Iterable[TensorShape]) -> float:
-    """Return about the norm of all updates: of a batch of matrices each counts.
-
-    DeepSpeed makes one matrix of a convolution in two dimensions, and scales by its kernel's sides.
-    """
+    """Return about the norm of all updates: of a batch of matrices, as experts are, each counts."""
     total = 0.0
     for tensor in matrices:
         *batch, rows, columns = tensor.shape
-        scale = max(1.0, rows / columns)
-        if len(tensor.shape) == CONVOLUTION_DIMENSIONS:
-            *batch, rows, columns = 1, tensor.shape[0], math.prod(tensor.shape[1:])
-        total += math.prod(batch) * min(rows, columns) * scale
+        total += math.prod(batch) * min(rows, columns) * max(1.0, rows / columns)
     return math.sqrt(total)
 
 

@@ -20,6 +20,7 @@ from memascend.slices.layers import SlicedCheckpoint, Slicer
 #: Where transformers keeps a layer's checkpoint function.
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
+_OF_DEEPSPEED = ("checkpoint", "non_reentrant_checkpoint")
 
 #: Undoes what was replaced, last first.
 Undo = list[Callable[[], object]]
@@ -40,7 +41,7 @@ def replace_checkpoints(undo: Undo, model: nn.Module, slicer: Slicer) -> None:
     for holder in {*own, *_holders(len(sys.modules))}:
         names: dict[str, Any] = getattr(sys.modules.get(holder), "__dict__", {})
         for name, value in list(names.items()):
-            if any(_original(value) is one for one in known):
+            if _is_known(value, known):
                 set_until_undone(undo, sys.modules[holder], name, _sliced(value, slicer))
 
 
@@ -55,12 +56,10 @@ def set_until_undone(undo: Undo, owner: Any, name: str, value: Any) -> None:
 
 
 def _known() -> list[Any]:
-    """Return torch's checkpoint function, and DeepSpeed's if it is loaded."""
-    deepspeed = sys.modules.get(_DEEPSPEED)
-    functions = [torch_checkpoint.checkpoint]
-    if deepspeed is not None:
-        functions.append(deepspeed.checkpoint)
-    return [_original(one) for one in functions]
+    """Return torch's checkpoint function, and DeepSpeed's two if they are loaded."""
+    deepspeed = getattr(sys.modules.get(_DEEPSPEED), "__dict__", {})
+    functions = [torch_checkpoint.checkpoint, *map(deepspeed.get, _OF_DEEPSPEED)]
+    return [_original(one) for one in functions if one is not None]
 
 
 def _sliced(function: Any, slicer: Slicer) -> SlicedCheckpoint:
@@ -73,9 +72,12 @@ def _original(value: Any) -> Any:
 
 
 def _is_known(value: Any, known: list[Any]) -> bool:
-    """Return whether a value is a checkpoint function, perhaps with some arguments given."""
+    """Return whether a value is a checkpoint function, perhaps with some keywords given.
+
+    Any object of any library may be asked: not even its `__class__` is, which a proxy computes.
+    """
     value = _original(value)
-    while isinstance(value, functools.partial):
+    while issubclass(type(value), functools.partial) and not value.args:
         value = value.func
     return any(value is one for one in known)
 
@@ -89,5 +91,5 @@ def _holders(file_count: int) -> tuple[str, ...]:
 def _find_holders(known: list[Any]) -> Iterator[str]:
     for file, holder in list(sys.modules.items()):
         values = list(getattr(holder, "__dict__", {}).values())
-        if any(_original(value) is one for one in known for value in values):
+        if any(_is_known(value, known) for value in values):
             yield file

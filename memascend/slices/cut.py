@@ -123,7 +123,8 @@ class BatchCut:
 
         An output of a slice has (sequences, tokens, ...) or (sequences * tokens, ...). Another one
         may be a bias or a statistic of the slice: such are the first dimensions (1, heads) of a
-        slice of one sequence. For one sequence tokens come first only as in the router logits
+        slice of one sequence; of several, attention weights (sequences, heads, tokens, tokens) are
+        known. For one sequence tokens come first only as in the router logits
         (tokens, experts): other tensors may be of positions, which all sequences share.
 
         Args:
@@ -140,6 +141,8 @@ class BatchCut:
         has_tokens = len(shape) > 1 and shape[0] == rows * self.sequence
         if rows == 1:
             has_tokens &= len(shape) == 2 and shape[1] != self.sequence
+        elif shape[:1] == (rows,):
+            has_rows |= shape[2:] == (self.sequence, self.sequence)
         if not (has_rows or has_tokens):
             raise CannotCut(
                 f"an output of shape {shape} has no dimensions of {rows} sequence(s) of "

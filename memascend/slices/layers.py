@@ -6,7 +6,9 @@ its layers. A layer that cannot be cut is checkpointed as before, with one line 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
@@ -25,7 +28,10 @@ from memascend.slices.sliced import SlicedCall, SliceWeights
 log = logging.getLogger(__name__)
 
 #: Keywords of torch's checkpoint that are not the function's.
-_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug")
+_OPTIONS = (
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
+    "early_stop",
+)
 
 #: Sizes in a reason: those of images are others in each batch.
 _NUMBERS = re.compile(r"\d+")
@@ -228,6 +234,11 @@ class SlicedCheckpoint:
         """Stand in for `original(function, *arguments)`, which computes layers that are not cut."""
         self.original, self._slicer = original, slicer
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the original, by which torch.compile tells a layer's keywords from options."""
+        return inspect.signature(self.original)
+
     def __call__(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Run a function of a layer."""
         if self._slicer.batch is None:
@@ -255,11 +266,20 @@ def _unpack(
         function = function.func
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if not isinstance(module, nn.Module):
-        if not arguments or not isinstance(arguments[0], nn.Module):
+        if not arguments or not isinstance(arguments[0], nn.Module) or _captures(function):
             return None
         module, *others = arguments
         function, arguments = functools.partial(function, module), tuple(others)
     return module, function, Leaves.of(arguments, keywords)
+
+
+def _captures(function: Any) -> bool:
+    """Return whether a function has tensors of the whole batch, perhaps, beside its arguments."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing was put into it yet
+            if any(map(torch.is_tensor, tree_leaves(cell.cell_contents))):
+                return True
+    return False
 
 
 def check_module(module: nn.Module) -> None:

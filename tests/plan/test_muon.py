@@ -67,11 +67,6 @@ def test_each_matrix_of_experts_counts() -> None:
     assert update_norm(four) == pytest.approx(2 * update_norm(one))
 
 
-def test_a_convolution_is_one_matrix_scaled_by_its_kernel() -> None:
-    assert update_norm(shapes_of((8, 4, 3, 3))) == pytest.approx(update_norm(shapes_of((8, 36))))
-    assert update_norm(shapes_of((64, 2, 4, 1))) == pytest.approx(math.sqrt(8 * 4))
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

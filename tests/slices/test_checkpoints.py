@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 import types
@@ -43,10 +44,30 @@ def by_attribute(layers: Any, states: torch.Tensor) -> torch.Tensor:
     return states
 
 
-def by_attribute_of_deepspeed(layers: Any, states: torch.Tensor) -> torch.Tensor:
+def by_attribute_of_deepspeed(name: str, layers: Any, states: torch.Tensor) -> torch.Tensor:
     checkpointing = sys.modules["deepspeed.runtime.activation_checkpointing.checkpointing"]
     for layer in layers:
-        states = checkpointing.checkpoint(layer, states)
+        states = getattr(checkpointing, name)(layer, states)
+    return states
+
+
+def with_captured(layers: Any, states: torch.Tensor) -> torch.Tensor:
+    """As a script that keeps a mask of the batch beside the arguments."""
+    mask = torch.linspace(0.5, 1.5, len(states))[:, None, None]
+
+    def run(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        return layer(states * mask)
+
+    for layer in layers:
+        states = torch.utils.checkpoint.checkpoint(run, layer, states, use_reentrant=False)
+    return states
+
+
+def with_early_stop(layers: Any, states: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        states = torch.utils.checkpoint.checkpoint(
+            layer, states, use_reentrant=False, early_stop=False
+        )
     return states
 
 
@@ -68,26 +89,35 @@ def trained(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def helper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """A function of a file that has no class of the model."""
+def of_a_file(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a function that calls a name of a file that has no class of the model."""
     file: Any = types.ModuleType("a_helper_of_a_script")
-    file.checkpoint = torch_checkpoint.checkpoint
     monkeypatch.setitem(sys.modules, file.__name__, file)
 
-    def run(layers: Any, states: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            states = file.checkpoint(layer, states, use_reentrant=False)
-        return states
+    def make(function: Any, **options: Any) -> Callable[..., torch.Tensor]:
+        file.checkpoint = function
 
-    return run
+        def run(layers: Any, states: torch.Tensor) -> torch.Tensor:
+            for layer in layers:
+                states = file.checkpoint(layer, states, **options)
+            return states
+
+        return run
+
+    return make
 
 
-@pytest.mark.parametrize("how", ["attribute", "helper", "wrapper"])
+@pytest.mark.parametrize("how", ["attribute", "early stop", "helper", "partial", "wrapper"])
 def test_a_layer_is_cut_however_its_checkpoint_is_called(
-    how: str, helper: Any, passes: list[Any]
+    how: str, of_a_file: Any, passes: list[Any]
 ) -> None:
     torch.manual_seed(0)
-    model = Calls({"attribute": by_attribute, "helper": helper}.get(how))
+    run = {
+        "attribute": by_attribute,
+        "early stop": with_early_stop,
+        "helper": of_a_file(torch_checkpoint.checkpoint, use_reentrant=False),
+    }.get(how)
+    model = Calls(of_a_file(_OFTEN) if how == "partial" else run)
     if how == "wrapper":
         model.layers = nn.ModuleList(map(checkpoint_wrapper.checkpoint_wrapper, model.layers))
     expected = trained(model, 0)
@@ -115,13 +145,35 @@ def test_a_checkpoint_of_several_modules_stays_whole_and_says_so_once(
     assert {which for which, _ in passes} == {"forward", "backward"}  # the embedding's
 
 
+def test_a_function_that_has_tensors_beside_its_arguments_stays_whole(
+    caplog: pytest.LogCaptureFixture, passes: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    model = Calls(with_captured)
+    expected = trained(model, 0)
+    with caplog.at_level(logging.WARNING):
+        found = trained(model, 3)
+    assert "with_captured.<locals>.run computes the whole batch at once" in caplog.text
+    assert_close(found, expected)
+
+
+def test_the_options_of_the_function_can_be_told_during_a_pass() -> None:
+    """torch.compile reads them."""
+    outside = inspect.signature(torch_checkpoint.checkpoint)
+    model = Calls(by_attribute)
+    with sliced(model).running((torch.zeros(ROWS, LENGTH).long(),), {}, lambda _: 3):
+        assert type(torch_checkpoint.checkpoint).__name__ == "SlicedCheckpoint"
+        assert inspect.signature(torch_checkpoint.checkpoint) == outside
+
+
 @pytest.mark.deepspeed
-def test_a_call_of_deepspeeds_checkpoint_by_attribute_is_cut(passes: list[Any]) -> None:
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+def test_a_call_of_deepspeeds_checkpoint_by_attribute_is_cut(passes: list[Any], name: str) -> None:
     pytest.importorskip("deepspeed")
     torch.manual_seed(0)
     model = Calls()
     expected = trained(model, 0)
-    model.run = by_attribute_of_deepspeed
+    model.run = functools.partial(by_attribute_of_deepspeed, name)
     assert_close(trained(model, 3), expected)
     assert [numbers for _, numbers in passes] == [[0, 1, 2]] * 6
 

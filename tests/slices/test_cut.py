@@ -120,6 +120,8 @@ def test_parts_are_views_of_whole_outputs_also_of_tokens() -> None:
     assert tokens.count_nonzero() == BATCH * SEQUENCE - 2 * SEQUENCE - 1
     assert found.whole_shape(0, torch.zeros(2, SEQUENCE, 3)) == (BATCH, SEQUENCE, 3)
     assert found.whole_shape(0, torch.zeros(2, 3), is_of_rows=True) == (BATCH, 3)
+    attention = torch.zeros(2, 4, SEQUENCE, SEQUENCE)
+    assert found.whole_shape(0, attention) == (BATCH, *attention.shape[1:])
 
 
 @pytest.mark.parametrize(

@@ -256,10 +256,11 @@ class MuonUpdates(WorkAhead):
         try:
             return self._make(matrix, *read, self._upstream.loss_scale)
         except torch.OutOfMemoryError:
-            # Several ranks would have to gather it again together.
-            if _rank_count() > 1 or not self._stream.is_expecting:
+            if not self._stream.is_expecting:
                 raise
             self._stream.give_up()
+            if _rank_count() > 1:  # they would have to gather it again together
+                raise
             return None
 
     def _read(self, matrix: _Matrix) -> tuple[torch.Tensor, torch.Tensor]:

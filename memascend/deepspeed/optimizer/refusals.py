@@ -9,11 +9,12 @@ import torch
 from memascend.deepspeed.optimizer.replaced import refuse_replaced
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.errors import ConfigError
-from memascend.plan.muon import CONVOLUTION_DIMENSIONS
 from memascend.plan.optimizer_dtypes import refusal_of_quantized
 
 #: Parameter dtypes that can be trained, besides a model that is all fp64.
 _TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+#: Of the weight of a 2-D convolution.
+_CONVOLUTION_DIMENSIONS = 4
 
 
 def refuse(module: torch.nn.Module, optimizer: Any) -> None:
@@ -51,16 +52,20 @@ def refuse_muon_of_convolutions(module: torch.nn.Module, optimizer: Any) -> None
     """
     groups = [group["params"] for group in optimizer.param_groups if group.get("use_muon")]
     given = {id(param) for params in groups for param in params}
+    is_muon = any("use_muon" in group for group in optimizer.param_groups)
     for name, param in module.named_parameters():
         shape = tuple(getattr(param, "ds_shape", param.shape))
-        is_flattened = len(shape) == CONVOLUTION_DIMENSIONS
+        is_flattened = len(shape) == _CONVOLUTION_DIMENSIONS
         is_flattened = is_flattened and not getattr(param, "is_expert_group", False)
-        if is_flattened and param.requires_grad and id(param) in given:
+        # DeepSpeed goes by the parameter's own flag.
+        is_given = id(param) in given or (is_muon and getattr(param, "use_muon", False))
+        if is_flattened and param.requires_grad and is_given:
             raise ConfigError(
                 f"Muon cannot update {name} of shape {shape}: DeepSpeed flattens its update, and "
                 "its CPU offload fails in the first step. likely cause: the weight of a 2-D "
-                "convolution. fix: freeze it, or make MuonWithAuxAdam in the script, with this "
-                'parameter in a group of "use_muon": False'
+                "convolution. fix: freeze it, or make MuonWithAuxAdam in the script, where neither "
+                'this parameter nor its group has use_muon, with "zero_force_ds_cpu_optimizer": '
+                "false in the JSON"
             )
 
 

@@ -21,9 +21,6 @@ from memascend.slices.cut import CannotCut
 
 log = logging.getLogger(__name__)
 
-#: A graph that so many steps did not differentiate is kept by the script, and no part of a step.
-_KEPT_STEPS_MIN = 2
-
 
 class Reduction(Protocol):
     """The methods of an optimizer's `Upstream` through which gradients go to DeepSpeed."""
@@ -101,14 +98,15 @@ class PassGradients:
 
     def _note_kept(self) -> None:
         """Log once that a script keeps a graph of which no backward pass comes."""
-        steps = self.step_count - min(weights.step for weights in self._waiting)
-        if steps >= _KEPT_STEPS_MIN and not self._has_noted_kept:
+        now = self.step_count
+        steps = now - min((weights.step for weights in self._waiting), default=now)
+        if steps > 0 and not self._has_noted_kept:
             self._has_noted_kept = True
             log.warning(
-                "memascend: a forward pass of %d steps ago has had no backward pass, and its graph "
-                "is kept. Meanwhile the gradients of the whole model stay on the device until the "
-                "end of each backward pass. likely cause: the script keeps an output or a loss. "
-                "fix: keep `loss.detach()`, or compute values that are only logged under "
+                "memascend: a forward pass of %d step(s) ago has had no backward pass, and its "
+                "graph is kept. Meanwhile the gradients of the whole model stay on the device "
+                "until the end of each backward pass. likely cause: the script keeps an output or "
+                "a loss. fix: keep `loss.detach()`, or compute values that are only logged under "
                 "`torch.no_grad()`",
                 steps,
             )

@@ -66,10 +66,13 @@ def test_an_update_that_has_no_memory_beside_the_next_matrix_is_made_again_witho
 
 
 @pytest.mark.parametrize(("room_bytes", "ranks"), [(0, 1), (4 * NUMEL, 2)])
-def test_no_remedy_is_named_where_none_helps(
+def test_an_update_is_not_made_again_where_that_does_not_help(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room_bytes: int, ranks: int
 ) -> None:
-    """No matrix was read ahead, or the other ranks wait in the next gather."""
+    """No matrix was read ahead, or the other ranks wait in the next gather.
+
+    These read none ahead from then on: a checkpoint that is loaded again may get past it.
+    """
     rank = Rank(device=with_streams([]))
     rank.on_device.room_bytes = room_bytes
     monkeypatch.setattr("memascend.deepspeed.optimizer.muon._rank_count", lambda: ranks)
@@ -77,4 +80,4 @@ def test_no_remedy_is_named_where_none_helps(
     with pytest.raises(torch.OutOfMemoryError):
         rank.step(0, 0, 1)
     assert made == [0]
-    assert "second matrix" not in caplog.text
+    assert ("second matrix" in caplog.text) == (ranks > 1)

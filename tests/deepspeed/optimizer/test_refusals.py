@@ -74,6 +74,9 @@ def test_a_convolution_that_muon_would_update_is_refused_by_name() -> None:
         refusals.refuse(model, optimizer)
     optimizer.param_groups[0]["use_muon"] = False
     refusals.refuse(model, optimizer)
+    weight.use_muon = True  # type: ignore[attr-defined]  # this flag is DeepSpeed's
+    with pytest.raises(ConfigError, match="neither this parameter nor its group has use_muon"):
+        refusals.refuse(model, optimizer)
     optimizer.param_groups[0]["use_muon"] = weight.is_expert_group = True  # type: ignore[attr-defined]
     refusals.refuse(model, optimizer)
 

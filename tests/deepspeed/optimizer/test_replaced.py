@@ -25,9 +25,12 @@ def without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate, "is_bnb_available", lambda *_, **__: False)
 
 
-def made_by_accelerate(kind: type[torch.optim.Optimizer], **attributes: Any) -> Any:
+def made_by_accelerate(
+    kind: type[torch.optim.Optimizer], *, decay: float = 0.0, **attributes: Any
+) -> Any:
     """The optimizer that accelerate makes of one of a class."""
-    optimizer = kind(MODEL.parameters(), lr=1e-3)  # type: ignore[call-arg]
+    optimizer = kind(MODEL.parameters(), lr=1e-3, weight_decay=decay)  # type: ignore[call-arg]
+    optimizer.param_groups[0].update(attributes.pop("options", {}))
     vars(optimizer).update(attributes)
     return replaced.wrap_map(accelerate.map_pytorch_optim_to_deepspeed)(optimizer)
 
@@ -57,13 +60,20 @@ def test_one_with_quantized_states_is_refused_and_the_key_named(
         refusals.refuse(MODEL, made)
 
 
+CPU_ADAM = kind_of("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam")
+FUSED_ADAM = kind_of("deepspeed.ops.adam.fused_adam", "FusedAdam")
+
+
 @pytest.mark.parametrize(
     ("kind", "attributes"),
     [
         (kind_of("transformers.optimization", "Adafactor"), {}),
         (kind_of("deepspeed.runtime.zero.muon.muon_optimizer", "MuonWithAuxAdam"), {}),
-        (kind_of("bitsandbytes.optim.adamw", "PagedAdamW32bit"), {"optim_bits": 32}),
-        (kind_of("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"), {"adam_w_mode": True}),
+        (kind_of("bitsandbytes.optim.adamw", "PagedAdamW32bit"), {"optim_bits": 32, "decay": 0.1}),
+        (CPU_ADAM, {"adam_w_mode": True, "decay": 0.1}),
+        (kind_of("scripts", "AdamW", torch.optim.AdamW), {}),
+        (torch.optim.AdamW, {"options": {"maximize": True}}),
+        (torch.optim.Adam, {"options": {"decoupled_weight_decay": True}, "decay": 0.1}),
     ],
 )
 def test_another_kind_is_named_with_what_keeps_it(
@@ -71,19 +81,24 @@ def test_another_kind_is_named_with_what_keeps_it(
     attributes: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    made = made_by_accelerate(kind, **attributes)
     with caplog.at_level(logging.WARNING):
-        refusals.refuse(MODEL, made_by_accelerate(kind, **attributes))
+        refusals.refuse(MODEL, made)
     assert f"{kind.__module__}.{kind.__name__} by DeepSpeedCPUAdam" in caplog.text
     assert "zero_force_ds_cpu_optimizer" in caplog.text
+    assert ("decay added to gradients" in caplog.text) != made.adam_w_mode
 
 
 @pytest.mark.parametrize(
     ("kind", "attributes"),
     [
-        (torch.optim.AdamW, {}),
-        (torch.optim.Adam, {}),
-        (kind_of("bitsandbytes.optim.adam", "Adam32bit"), {"optim_bits": 32}),
-        (kind_of("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"), {"adam_w_mode": False}),
+        (torch.optim.AdamW, {"decay": 0.1}),
+        (torch.optim.Adam, {"decay": 0.1}),
+        (kind_of("bitsandbytes.optim.adam", "Adam32bit"), {"optim_bits": 32, "decay": 0.1}),
+        (kind_of("bitsandbytes.optim.adamw", "PagedAdamW32bit"), {"optim_bits": 32}),
+        (CPU_ADAM, {"adam_w_mode": False, "decay": 0.1}),
+        (CPU_ADAM, {"adam_w_mode": True}),
+        (FUSED_ADAM, {"adam_w_mode": 1}),
     ],
 )
 def test_one_that_is_replaced_by_its_equal_is_not_named(
