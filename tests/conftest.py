@@ -137,6 +137,7 @@ def _place_of(group: str) -> int:
             "tests/test_wheel.py",
             "tests/scripts/",
             "tests/streaming/optimizer/test_stream_ctrl_c.py",
+            "tests/nvme/test_store_processes.py",
             "root",
             "tests/",
         ),

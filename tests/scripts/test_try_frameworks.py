@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memascend.cli.doctor import FRAMEWORKS
+from memascend.cli.doctor_packages import FRAMEWORKS
 from tests.support.scripts import SCRIPTS, load_script
 from tests.support.source_tree import ROOT
 

@@ -6,6 +6,8 @@ import _bz2
 import importlib
 import re
 import runpy
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -119,6 +121,17 @@ def test_an_operator_of_the_installed_release_stands_for_that_of_another(
     operator = importlib.import_module("_bz2_op")
     assert operator.__file__ == str(compiled)
     assert operator.BZ2Compressor
+
+
+def test_the_smoke_run_has_a_test_of_each_data_path(script: ModuleType) -> None:
+    """Its words are parts of names, which change with the cases of `make test`."""
+    options = ["-n", "0", "--collect-only", "-k", script.SMOKE]
+    done = subprocess.run(
+        [sys.executable, *script.TESTS, *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("tests/")]
+    assert len(found) == script.SMOKE.count(" or ") + 1, found
 
 
 @pytest.mark.deepspeed
