@@ -93,14 +93,16 @@ def share_named(text: str) -> tuple[int, int]:
 def is_of_share(item: pytest.Item, share: tuple[int, int]) -> bool:
     """Tell whether a test runs in that share: those of `make test` do in each.
 
-    Tests of one file with the same parameters go together: many look at one run of a program.
+    Tests of one file with the same parameters go together, and all of a file marked `one_run`: many
+    look at one run of a program.
     """
     if not item.get_closest_marker("full"):
         return True
     number, count = share
     path, _, name = item.nodeid.partition("::")
     function, _, parameters = name.partition("[")
-    return zlib.crc32(f"{path} {parameters or function}".encode()) % count == number - 1
+    key = path if item.get_closest_marker("one_run") else f"{path} {parameters or function}"
+    return zlib.crc32(key.encode()) % count == number - 1
 
 
 def _group_of(item: pytest.Item) -> str:

@@ -65,6 +65,10 @@ def test_each_slow_test_is_in_one_share_and_the_others_are_in_all() -> None:
     assert all(80 < cases.count([number]) < 120 for number in (1, 2, 3))
     looks = [shares_of(Slow(f"tests/a.py::test_{n}[one run]")) for n in range(9)]
     assert looks == looks[:1] * 9
+    one_run = ("full", "one_run")
+    file = [shares_of(Slow(f"tests/a.py::test_{n}[{n}]", marks=one_run)) for n in range(9)]
+    assert file == file[:1] * 9
+    assert len(file[0]) == 1
     assert shares_of(Slow("tests/parity/test_parity.py::test[1]", marks=())) == [1, 2, 3]
     assert conftest.is_of_share(Slow("tests/a.py::test"), conftest.share_named("1/1"))
 

@@ -66,7 +66,10 @@ AHEAD = [
     )
 ]
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.full, pytest.mark.timeout(TIMEOUT_S)]
+pytestmark = [
+    *(pytest.mark.deepspeed, pytest.mark.full, pytest.mark.one_run),
+    pytest.mark.timeout(TIMEOUT_S),
+]
 
 
 @pytest.fixture(scope="module")
