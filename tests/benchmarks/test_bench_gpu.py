@@ -277,8 +277,8 @@ def test_a_document_without_marks_is_refused() -> None:
         bench_gpu.written_into("no marks", "table")
 
 
-def test_the_page_of_benchmarks_has_the_marks() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+def test_the_page_of_measurements_has_the_marks() -> None:
+    page = (ROOT / "docs" / "design" / "measurements.md").read_text(encoding="utf-8")
     bench_gpu.written_into(page, "table")
 
 

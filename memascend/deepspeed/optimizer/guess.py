@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 WITHIN_COUNT = 4
 #: No guess while more than this share of the guesses in the last steps were wrong, and one more.
 #: The share at which guesses stop paying is above it where reads decide, and far below it where
-#: writes do (docs/benchmarks.md); `Worth` measures it.
+#: writes do (docs/design/measurements.md); `Worth` measures it.
 WRONG_SHARE_MAX, WATCHED_COUNT = 1 / 8, 64
 
 
