@@ -56,6 +56,8 @@ TABLE_CONTEXT = 4096
 _SHOWN_TITLES = (STOCK_CHECKPOINTS.title, OURS_ON_DEVICE.title, OURS_CHECKPOINTS.title, ONE_PASS)
 #: With four columns of numbers this wide, 80 columns leave 20 for the names of rows.
 _NUMBER_WIDTH = 11
+#: Of the table of contexts that fit: a way takes two lines, "host memory by 28.64 GiB" one.
+_WAY_WIDTH, _COUNT_WIDTH = 24, 9
 WEAR_STEPS = 1000
 TERABYTE = 10**12
 
@@ -341,14 +343,15 @@ def _table_of_fits(training: Training, args: argparse.Namespace) -> Table:
     sizes = f"{args.device_memory} of device memory"
     if args.host_memory is not None:
         sizes += f", {args.host_memory} of host memory"
-    table = Table(title=f"{escape(training.shapes.name)}: contexts in {sizes}, for one rank")
-    table.add_column("")
-    table.add_column(f"longest context, batch {args.batch}", justify="right")
-    if args.context is not None:
-        table.add_column(f"largest batch, context {args.context}", justify="right")
+    table = Table(title=f"{escape(training.shapes.name)}: contexts in {sizes}, one rank")
+    table.add_column("", width=_WAY_WIDTH)
+    titles = [f"longest context, batch {args.batch}"]
+    titles += [] if args.context is None else [f"largest batch, context {args.context}"]
+    for title in titles:
+        table.add_column(title, justify="right", width=_COUNT_WIDTH)
     table.add_column("limited by")
     for title, (longest, largest) in _fits(training, args).items():
-        counts = [str(found.count) for found in (longest, largest) if found is not None]
+        counts = [f"{found.count:,}" for found in (longest, largest) if found is not None]
         lacking = [f"{name} by {format_nbytes(n)}" for name, n in longest.limits.items()]
         ends = longest.limits if longest.count else lacking
         table.add_row(title, *counts, ", ".join(ends))

@@ -178,7 +178,23 @@ def test_what_does_not_fit_says_what_is_short(
     text = printed(capsys, "Llama-3.1-8B", "--fit", "--context", "4096", *room)
     assert "contexts in 3GiB of device memory, 32GiB of host memory" in text
     assert re.search(r"device memory by \d+\.\d\d GiB, host memory by \d+\.\d\d GiB", text)
-    assert "largest batch, context 4096" in text
+
+
+def test_of_the_contexts_that_fit_a_way_takes_at_most_two_lines_of_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    room = ("--device-memory", "24GiB", "--host-memory", "32GiB", "--batch", "2")
+    assert main(["plan", "Qwen3-8B", "--fit", "--context", "4096", *room]) == 0
+    text = capsys.readouterr().out
+    head, table = text[text.rindex("Qwen3-8B: contexts in") :].split("┡", 1)
+    assert max(len(line) for line in (head + table).splitlines()) <= 80
+    titles = "".join(re.findall(r"^┃.*", head, re.MULTILINE))
+    assert {"longest", "largest", "batch", "context", "2", "4096"} < {*re.findall(r"\w+", titles)}
+    body = re.findall(r"^│ (.{24}) │", table, re.MULTILINE)
+    assert 0 < len(body) <= 2 * (len(WAYS) + 1)
+    assert re.search(r" memory by \d+\.\d\d GiB +│", table)
+    assert re.search(r"│ +\d\d?,\d{3} │", table)
 
 
 def test_little_host_memory_makes_our_own_buffers_smaller(
@@ -269,7 +285,7 @@ def test_a_count_is_a_whole_number() -> None:
 
 def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
     options = ["--context", "4096", "--fit", "--device-memory", "24GiB"]
-    assert "longest context" in printed_without_torch(
+    assert "limited by" in printed_without_torch(
         "from memascend.cli.main import main",
         f"sys.exit(main(['plan', 'Llama-3.1-8B', *{options}]))",
     )
