@@ -7,7 +7,7 @@ by git, and copied; DeepSpeed itself is the installed one, or the one on PYTHONP
     scripts/deepspeed_tests.py --tag v0.18.9 https://github.com/deepspeedai/DeepSpeed
 
 A test that passes with stock has to pass with the block; else the status is 1. For both runs the
-lines of MENDS are added to the copy. docs/versions.md has what was measured.
+lines of MENDS are added to the copy. docs/design/testing.md has what was measured.
 """
 
 from __future__ import annotations
