@@ -125,15 +125,17 @@ def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
     found = json.loads(printed("plan", model, "--limit", f"{limit_gib}GiB", *_MACHINE, "--json"))[
         "answer"
     ]
+    if not found["fits"]:
+        raise SystemExit(f"README's {model} does not fit its machine: {found['lacking']}")
     names = ("drive", "checkpoint", "model")
     run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
     text = (
-        f"With 32 GiB of RAM that is {limit_gib} GiB, or one less, "
-        f"{found['needed'][HOST] / GIB:.0f} with Python and torch; the SSD needs "
-        f"{found['step_seconds']:.0f} s for a step, and room for "
+        f"{model.rpartition('/')[2]} fits a GPU of 24 GiB, 32 GiB of RAM and a 2 TB SSD: memascend "
+        f"takes {limit_gib} GiB of RAM, {found['needed'][HOST] / GIB:.0f} with Python and torch, "
+        f"and a step {found['step_seconds']:.0f} s of the SSD's time; {WEAR_STEPS} steps write "
+        f"{WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB. The SSD needs room for "
         f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
-        f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model. "
-        f"1000 steps write {WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB."
+        f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model."
     )
     return textwrap.fill(text, width=130)
 
