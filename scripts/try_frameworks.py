@@ -79,6 +79,7 @@ class Framework:
         alone: What is installed without its own requirements.
         model: Which one scripts/frameworks/model.py writes.
         environment: The framework in whose environment this one runs; its own if empty.
+        torch: The build it is tried with, which a pip with wheels of its own may not prefer.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Framework:
     alone: list[str] = field(default_factory=list)
     model: str = "qwen3"
     environment: str = ""
+    torch: str = TORCH
 
     @property
     def place(self) -> str:
@@ -206,9 +208,9 @@ def install(framework: Framework, environment: Environment, wheel: Path, found: 
     constraint = ("-c", str(environment.folder / "constraints.txt"))
     if not environment.is_ready:
         environment.create()
-        (environment.folder / "constraints.txt").write_text(f"{TORCH}\n", encoding="utf-8")
+        (environment.folder / "constraints.txt").write_text(framework.torch, encoding="utf-8")
         # DeepSpeed's source package imports torch while it is built.
-        environment.install(TORCH, "setuptools", "wheel", "ninja")
+        environment.install(framework.torch, "setuptools", "wheel", "ninja")
         build = ("--no-build-isolation", *constraint)
         environment.install(*build, *framework.requirements)
         if framework.alone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -66,7 +67,8 @@ def test_doctor_knows_the_frameworks_that_are_tried(script: ModuleType) -> None:
 def test_who_shares_an_environment_installs_the_same(script: ModuleType) -> None:
     frameworks = {path.stem: script.load(path) for path in FILES}
     for one in frameworks.values():
-        assert one.requirements == frameworks[one.place].requirements
+        owner = frameworks[one.place]
+        assert (one.requirements, one.torch) == (owner.requirements, owner.torch)
 
 
 def test_the_page_has_a_row_for_each(script: ModuleType) -> None:
@@ -263,6 +265,7 @@ class Refuses:
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder = folder
         self.words = words
+        self.installed: list[tuple[str, ...]] = []
 
     is_ready = False
 
@@ -278,6 +281,7 @@ class Refuses:
     def install(self, *words: str) -> None:
         if {*words} & {*self.words}:
             raise subprocess.CalledProcessError(1, "pip")
+        self.installed.append(words)
 
     def python(self, *words: str) -> Any:
         return type("Done", (), {"stdout": '[{"name": "trl", "version": "1.0"}]'})
@@ -310,6 +314,21 @@ def test_runs_are_made_where_the_framework_and_memascend_are_installed(
     assert "the end of the log" in text
     columns = dict(zip(*(row.split(" | ") for row in rows(script, framework, found)), strict=True))
     assert columns["changed by memascend"] == moved
+
+
+def test_a_framework_may_name_its_build_of_torch(
+    script: ModuleType, framework: Any, tmp_path: Path
+) -> None:
+    build = "torch==2.13.0,!=2.13.0+cpu"
+    environment = Refuses(tmp_path / "one")
+    one = dataclasses.replace(framework, torch=build)
+    script.install(one, environment, tmp_path / "memascend.whl", script.Found())
+    assert environment.installed[0][0] == build
+    constraints = environment.folder / "constraints.txt"
+    assert constraints.read_text("utf-8") == build
+    resolved = [words for words in environment.installed if {*one.requirements} & {*words}]
+    assert resolved
+    assert all(str(constraints) in words for words in resolved)
 
 
 def rows(script: ModuleType, framework: Any, found: Any) -> list[str]:
