@@ -22,7 +22,7 @@ from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.fused import FusedLoss, check_counts, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
-from memascend.slices.sliced import RandomState
+from memascend.slices.random_states import RandomState
 
 #: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
 #: `input_ids`.

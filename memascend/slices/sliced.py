@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memascend.slices.cut import CannotCut, Cut, Leaves, WholeCut
+from memascend.slices.random_states import RandomState
 
 _NO_GRAPH = (
     "a graph of gradients was asked for (create_graph=True), and layers in slices give none. fix: "
@@ -224,31 +224,6 @@ class _Sliced(torch.autograd.Function):
 
 def _kind(output: Any) -> Any:
     return (output.shape, output.dtype) if torch.is_tensor(output) else output
-
-
-class RandomState:
-    """The random numbers with which a slice began: of the host, and of the tensors' devices."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._host = torch.get_rng_state()
-        self._devices, self._states = get_device_states(*tensors)
-        self._types = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within the context random numbers are those of then."""
-        with ExitStack() as stack:
-            device_type = next(iter(self._types), None)
-            options = {} if device_type is None else {"device_type": device_type}
-            stack.enter_context(torch.random.fork_rng(devices=self._devices, **options))
-            self.restore()
-            yield
-
-    def restore(self) -> None:
-        """Have the next random numbers be those of then."""
-        torch.set_rng_state(self._host)
-        for device_type in self._types:
-            set_device_states(self._devices, self._states, device_type=device_type)
 
 
 class _Autocast:

@@ -21,7 +21,7 @@ from memascend.deepspeed.slices.weights import PassGradients
 from memascend.slices.auto import AutoSlices
 from memascend.slices.layers import Slicer, WeightsOf
 from memascend.slices.model import SlicedModel
-from memascend.slices.sliced import RandomState
+from memascend.slices.random_states import RandomState
 
 log = logging.getLogger(__name__)
 
