@@ -20,6 +20,8 @@ SHARED_NAMES = frozenset({"cache_position", "spatial_shapes", "level_start_index
 BATCH_NAMES = frozenset(
     {"attention_mask", "input_ids", "labels", "position_ids", "shift_labels", "token_type_ids"}
 )
+#: So ends the name of a mask of each sequence's tokens, also of those of an encoder.
+_MASK_ENDING = ("attention_mask", "padding_mask")
 #: Offsets of documents in packed rows, as flash attention gets them.
 OFFSETS_PREFIX = "cu_seq"
 #: Positions in several dimensions (time, height, width, text) come before the batch.
@@ -125,7 +127,8 @@ class BatchCut:
         may be a bias or a statistic of the slice: such are the first dimensions (1, heads) of a
         slice of one sequence; of several, attention weights (sequences, heads, tokens, tokens) are
         known. For one sequence tokens come first only as in the router logits
-        (tokens, experts): other tensors may be of positions, which all sequences share.
+        (tokens, experts): other tensors may be of positions, which all sequences share. Shapes of
+        one size are no proof: proof.py has it.
 
         Args:
             number: That of the slice.
@@ -195,7 +198,7 @@ def cut_batch(
         batch: Sequences of the batch.
         count: The wanted number of slices; fewer if there are fewer sequences.
         mixes: Whether a layer is called, where numbers are rather frequencies, slopes or sizes than
-            weights of sequences, as a loss has them.
+            weights or lengths of sequences, as a loss has them.
         head_counts: Numbers of attention heads of the layer that is called.
         is_batch_first: Whether it is known that the batch comes before the sequence.
 
@@ -219,7 +222,7 @@ def cut_batch(
     for path, value in zip(leaves.paths, leaves.values, strict=True):
         dimension = 0 if value is first else _dimension(path, value, batch, sequence)
         if dimension == 0 and value is not first:
-            if mixes and batch > 1 and value.dim() == 1 and value.is_floating_point():
+            if mixes and _may_be_shared(path, value, sequence):
                 raise CannotCut(f"{path} of shape {tuple(value.shape)} may be of all sequences")
             if batch in head_counts:
                 _check_not_of_heads(path, value, sequence)
@@ -274,6 +277,18 @@ def _is_ambiguous(shape: tuple[int, ...], batch: int, sequence: int) -> bool:
     if batch == sequence and (len(shape) < 3 or sequence not in shape[1:]):
         return True  # such as (sequence, head) of rotary positions
     return batch in POSITION_DIMENSION_COUNTS and shape[1:2] == (batch,)
+
+
+def _may_be_shared(path: str, value: torch.Tensor, sequence: int) -> bool:
+    """Return whether a leaf of few dimensions, as long as the batch, may be of all sequences.
+
+    Frequencies, slopes, sizes of windows and tables are; masks and (batch, sequence) are not.
+    """
+    name = path.rsplit(".", 1)[-1]
+    if value.dim() == 2:
+        is_of_tokens = name in BATCH_NAMES or value.shape[1] == sequence
+        return not (is_of_tokens or name.endswith(_MASK_ENDING))
+    return value.dim() == 1
 
 
 def _check_not_of_heads(path: str, value: torch.Tensor, sequence: int) -> None:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
+from memascend.slices.proof import Proofs
 from memascend.slices.routers import recorded
 from memascend.slices.sliced import SlicedCall, SliceWeights
 
@@ -97,6 +99,7 @@ class Slicer:
         self._weights_of = weights_of
         self._batch: Batch | None = None
         self._reasons: set[tuple[str, str]] = set()
+        self._proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionary()
         #: Calls of checkpoint functions so far.
         self.layer_count = 0
 
@@ -123,6 +126,7 @@ class Slicer:
         weights: SliceWeights | None = None,
         *,
         name: str,
+        proofs: Proofs | None = None,
     ) -> Any:
         """Return the output of a call for the whole batch.
 
@@ -133,6 +137,7 @@ class Slicer:
             cut: How the arguments are cut.
             weights: Those of the parameters, if this call has them already.
             name: The module, for the log.
+            proofs: Those of the module; None: outputs are known.
 
         Raises:
             CannotCut: An output is no tensor.
@@ -140,7 +145,7 @@ class Slicer:
         if weights is None:
             weights = self._weights_of(params)
         tensors = [value for value in leaves.values if torch.is_tensor(value)]
-        sliced = SlicedCall(self.whole(call), leaves, cut, weights)
+        sliced = SlicedCall(self.whole(call), leaves, cut, weights, proofs)
         output = sliced.run(tensors, trains=any(param.requires_grad for param in params))
         if sliced.why_whole:
             self.note(name, sliced.why_whole)
@@ -187,7 +192,10 @@ class Slicer:
             routers = recorded()
             if routers is not None:
                 call = routers.outputs_of(call)
-            output = self.run(call, leaves, params, cut, weights, name=type(module).__name__)
+            proofs = self._proofs.setdefault(module, {})
+            output = self.run(
+                call, leaves, params, cut, weights, name=type(module).__name__, proofs=proofs
+            )
             _check_kept(kept, _kept_tensors(module))
             return output if routers is None else routers.take(output)
         except CannotCut as reason:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from memascend.slices.cut import CannotCut, Cut, Leaves, WholeCut
+from memascend.slices.cut import BatchCut, CannotCut, Cut, Leaves, WholeCut
+from memascend.slices.proof import Proofs, prove
 from memascend.slices.random_states import RandomState
 
 _NO_GRAPH = (
@@ -50,10 +51,25 @@ class SlicedCall:
     """One call of a function on a batch that is cut."""
 
     def __init__(
-        self, function: Callable[..., Any], leaves: Leaves, cut: Cut, weights: SliceWeights
+        self,
+        function: Callable[..., Any],
+        leaves: Leaves,
+        cut: Cut,
+        weights: SliceWeights,
+        proofs: Proofs | None = None,
     ) -> None:
-        """Prepare a call; tensors are passed to `run` again, so that autograd alone keeps them."""
+        """Prepare a call.
+
+        Args:
+            function: Computes a slice, or the whole batch.
+            leaves: Its arguments; tensors are passed to `run` again, so that autograd alone keeps
+                them.
+            cut: How they are cut.
+            weights: Those that it uses.
+            proofs: Those of the module, to which this call's is added; None: outputs are known.
+        """
         self._function, self._cut, self._weights = function, cut, weights
+        self._proofs = proofs
         self._places = [
             place for place, value in enumerate(leaves.values) if torch.is_tensor(value)
         ]
@@ -107,14 +123,47 @@ class SlicedCall:
         self, begin_slice: Callable[[int], None], tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
         whole: list[torch.Tensor | None] = []
+        kind: Any = None
         for number in range(self._cut.count):
             begin_slice(number)
             self._random.append(RandomState(tensors))
-            outputs = self._call(number, [tensor.detach() for tensor in tensors])
+            outputs = self._call(number, [tensor.detach() for tensor in tensors], self._cut)
             if number == 0:
                 whole = [self._memory_for(output) for output in outputs]
+                kind = self._kind(whole)
+                self._check_proof(kind)
             self._store(number, whole, outputs)
+        self._prove(kind, tensors, whole)
         return tuple(whole)
+
+    def _kind(self, whole: Sequence[torch.Tensor | None]) -> Any:
+        """Return what tells this call from others of the module, apart from sizes."""
+        are_shared = tuple(self._cut.is_shared(place) for place in self._places)
+        dimensions = tuple(None if one is None else one.dim() for one in whole)
+        return self._leaves.paths, tuple(self._places), are_shared, dimensions
+
+    def _check_proof(self, kind: Any) -> None:
+        """Raise _OtherShape if it is known that slices have no parts of the batch's outputs."""
+        if self._proofs is not None and isinstance(self._cut, BatchCut):
+            reason = self._proofs.get(kind)
+            if reason:
+                raise _OtherShape(reason)
+
+    def _prove(
+        self, kind: Any, tensors: Sequence[torch.Tensor], whole: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Raise _OtherShape if the outputs of slices are no parts of the batch's."""
+        if self._proofs is None or kind in self._proofs:
+            return
+        if not isinstance(self._cut, BatchCut) or self._cut.count == 1:
+            return  # nothing to be proven
+        detached = [tensor.detach() for tensor in tensors]
+        try:
+            prove(self._cut, whole, tensors, lambda cut: self._call(0, detached, cut))
+        except CannotCut as reason:
+            self._proofs[kind] = str(reason)
+            raise _OtherShape(*reason.args) from reason
+        self._proofs[kind] = ""
 
     def backward(
         self,
@@ -145,7 +194,7 @@ class SlicedCall:
             for place, tensor, sum_ in zip(self._places, tensors, found, strict=True)
         ]
         with torch.enable_grad(), self._autocast.restored(), self._random[number].restored():
-            outputs = self._call_cut(number, inputs)
+            outputs = self._call_cut(number, inputs, self._cut)
         reached = [
             (output, self._cut.part(number, gradient))
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -162,16 +211,16 @@ class SlicedCall:
                 self._cut.take(number, place, sum_).copy_(one.grad)
 
     def _call(
-        self, number: int, tensors: Sequence[torch.Tensor]
+        self, number: int, tensors: Sequence[torch.Tensor], cut: Cut
     ) -> tuple[torch.Tensor | None, ...]:
         places = zip(self._places, tensors, strict=True)
-        return self._call_cut(number, [self._cut.take(number, *one) for one in places])
+        return self._call_cut(number, [cut.take(number, *one) for one in places], cut)
 
     def _call_cut(
-        self, number: int, inputs: Sequence[torch.Tensor]
+        self, number: int, inputs: Sequence[torch.Tensor], cut: Cut
     ) -> tuple[torch.Tensor | None, ...]:
         values = [
-            self._cut.take(number, place, value) if value is not None else None
+            cut.take(number, place, value) if value is not None else None
             for place, value in enumerate(self._leaves.values)
         ]
         for place, one in zip(self._places, inputs, strict=True):

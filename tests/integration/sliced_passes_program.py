@@ -63,7 +63,7 @@ class Block(nn.Module):
             raise self.error
         states = states + torch.tanh(self.linear(self.norm(states)))
         if uses_expert.any():
-            states = states + uses_expert[:, :1, None] * self.expert(states)
+            states = states + uses_expert * self.expert(states)
         return states, self.router(states).flatten(0, 1)
 
 
@@ -104,7 +104,7 @@ def case(function: Case) -> Case:
 def loss_of(model: Any, number: int, rows: int = ROWS, experts: str = "all") -> torch.Tensor:
     seed = comm.get_world_size() * number + comm.get_rank()
     ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
-    chosen = torch.zeros(rows, 1)
+    chosen = torch.zeros(rows, 1, 1)
     chosen[{"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}[experts]] = 1.0
     found: torch.Tensor = model(ids, chosen)
     return found
@@ -338,7 +338,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, config=config)
     reductions = count_calls(engine.optimizer, "independent_gradient_partition_epilogue")
     # All gradients come from graphs inside the one that runs, which DeepSpeed has not begun.
-    engine(torch.zeros(ROWS, LENGTH).long(), torch.ones(ROWS, 1), has_head=False).backward()
+    engine(torch.zeros(ROWS, LENGTH).long(), torch.ones(ROWS, 1, 1), has_head=False).backward()
     engine.step()
     found: dict[str, Any] = {"reductions": len(reductions)}
     found |= {

@@ -142,13 +142,32 @@ def test_an_output_of_one_sequence_may_be_a_statistic_or_a_bias(shape: tuple[int
     assert found.whole_shape(0, torch.zeros(SEQUENCE, 4)) == (BATCH * SEQUENCE, 4)  # of a router
 
 
-def test_numbers_in_a_layer_may_be_frequencies_of_a_batch_as_long() -> None:
-    leaves = Leaves.of((STATES,), {"frequencies": torch.ones(BATCH)})
-    with pytest.raises(CannotCut, match=r"\.frequencies of shape \(6,\) may be of all sequences"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("frequencies", torch.ones(BATCH)),
+        ("windows", torch.ones(BATCH, dtype=torch.int64)),
+        ("is_wide", torch.ones(BATCH, dtype=torch.bool)),
+        ("table", torch.ones(BATCH, HIDDEN)),
+        ("blocks", torch.ones(BATCH, 2, dtype=torch.int64)),
+    ],
+)
+def test_numbers_in_a_layer_may_be_of_all_sequences_of_a_batch_as_long(
+    name: str, value: torch.Tensor
+) -> None:
+    leaves = Leaves.of((STATES,), {name: value})
+    with pytest.raises(CannotCut, match=rf"\.{name} of shape \(6,.*\) may be of all sequences"):
         cut_batch(leaves, BATCH, 3, mixes=True)
-    assert cut_batch(leaves, BATCH, 3).dimensions == (0, 0)  # weights of sequences in a loss
-    lengths = Leaves.of((STATES,), {"lengths": torch.ones(BATCH, dtype=torch.int64)})
-    assert cut_batch(lengths, BATCH, 3, mixes=True).dimensions == (0, 0)
+    assert cut_batch(leaves, BATCH, 3).dimensions == (0, 0)  # those of sequences in a loss
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("weights", SEQUENCE), ("encoder_attention_mask", 5), ("src_key_padding_mask", 5)],
+)
+def test_numbers_of_each_token_in_a_layer_are_cut(name: str, length: int) -> None:
+    leaves = Leaves.of((STATES,), {name: torch.ones(BATCH, length)})
+    assert cut_batch(leaves, BATCH, 3, mixes=True).dimensions == (0, 0)
 
 
 def test_a_layer_may_have_the_sequence_first() -> None:

@@ -1,0 +1,122 @@
+"""Proves once for each layer that its outputs for other slices are what they are taken for.
+
+Shapes of slices of one size tell no batch from a bias, a table of positions or a statistic. So a
+layer computes a slice of another size as well, without a graph: its outputs must have as many rows
+more or less, and the same values for the same sequences. Values are not compared where a layer
+takes random numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memascend.slices.cut import BatchCut, CannotCut
+from memascend.slices.random_states import RandomState
+
+#: Largest difference of an output, relative to its norm, in relative steps of its dtype. Kernels
+#: for other sizes round otherwise: a layer's roundings add up to a few steps, and fp8 in a layer of
+#: bf16 to about four. Rows that depend on each other, or are in another order, differ by a part
+#: of their norm.
+STEPS = 16
+#: The step of TF32, in which fp32 may be multiplied.
+STEP_MIN = 2.0**-10
+
+#: Why calls of one module cannot be cut, by their kinds of arguments and outputs; empty: they can.
+Proofs = dict[Any, str]
+
+
+def prove(
+    cut: BatchCut,
+    whole: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
+    compute: Callable[[BatchCut], Sequence[Any]],
+) -> None:
+    """Compare outputs of slices with those of a slice of another size.
+
+    Args:
+        cut: How the call was cut, into several slices.
+        whole: The outputs of all slices, put together.
+        tensors: The tensors that the call is given, as far as its devices are concerned.
+        compute: Returns the outputs of the only slice of another cut.
+
+    Raises:
+        CannotCut: They differ in more than their number of rows.
+    """
+    begin, end = cut.rows[0]
+    rows = 2 if end - begin == 1 else 1
+    other = dataclasses.replace(cut, rows=((0, rows),))
+    before = RandomState(tensors)
+    with before.restored(), torch.no_grad():
+        outputs = _uncompiled(compute)(other)
+        is_random = not RandomState(tensors).is_same(before)
+    for one, output in zip(whole, outputs, strict=True):
+        if one is None or output is None:
+            if one is not output:
+                raise CannotCut(f"of {rows} sequence(s) it returns other outputs than of others")
+            continue
+        part = other.part(0, one)
+        if not torch.is_tensor(output) or part.shape != output.shape:
+            raise CannotCut(
+                f"an output for {rows} sequence(s) has the shape {tuple(output.shape)}, where "
+                f"slices of {end - begin} give {tuple(part.shape)}: it is not of sequences"
+            )
+        if is_random:
+            _check_order_is_known(output, rows)
+        elif output.is_floating_point():
+            _check_values(part, output, STEPS * _step(tensors, output))
+
+
+def _check_order_is_known(output: torch.Tensor, rows: int) -> None:
+    """Raise CannotCut if sequences may alternate in the rows of an output."""
+    if output.shape[0] != rows:
+        raise CannotCut(
+            f"an output of shape {tuple(output.shape)} may have tokens in any order, and the "
+            "random numbers that the layer takes hide it"
+        )
+
+
+def _check_values(part: torch.Tensor, output: torch.Tensor, rel: float) -> None:
+    """Raise CannotCut if values for the same sequences differ; NaN and infinity say nothing."""
+    difference, norm = _norm(output - part), _norm(part)
+    if difference > rel * norm:
+        raise CannotCut(
+            f"its output for a sequence depends on other sequences: it differs by "
+            f"{difference:.1e}, with a norm of {norm:.1e}, where slices have another size"
+        )
+
+
+def _step(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> float:
+    """Return the relative step of the coarsest dtype that a call computes with."""
+    dtypes = {one.dtype for one in (*tensors, output) if one.is_floating_point()}
+    kind = output.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    return max(STEP_MIN, *(torch.finfo(dtype).eps for dtype in dtypes))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(finite, dtype=dtype))
+
+
+def _uncompiled(compute: Callable[[BatchCut], Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Return a function whose compiled layers run as they are written: one size more costs nothing.
+
+    With a release of torch without stances layers that are compiled in place are compiled for it.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return compute
+
+    def run(cut: BatchCut) -> Sequence[Any]:
+        if not hasattr(torch.compiler, "set_stance"):
+            return compute(cut)
+        with torch.compiler.set_stance("force_eager"):
+            return compute(cut)
+
+    return torch.compiler.disable(run)  # in the midst of a compiled function stances are errors

@@ -1,0 +1,214 @@
+"""Outputs that slices of one size cannot tell from the batch's are found by another size."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, gradients, sliced
+
+HIDDEN = 8
+
+
+class Layer(nn.Module):
+    """Returns a function of its states beside them."""
+
+    def __init__(self, more: Callable[[torch.Tensor], torch.Tensor], probability: float) -> None:
+        super().__init__()
+        self.linear, self.more, self.probability = nn.Linear(HIDDEN, HIDDEN), more, probability
+
+    def forward(self, states: torch.Tensor) -> Any:
+        states = torch.tanh(self.linear(states))
+        return nn.functional.dropout(states, self.probability), self.more(states)
+
+
+class Model(nn.Module):
+    """One checkpointed layer."""
+
+    def __init__(
+        self, more: Callable[[torch.Tensor], torch.Tensor], probability: float = 0
+    ) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, HIDDEN), Layer(more, probability)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states, more = checkpoint(self.layer, self.embedding(ids), use_reentrant=False)
+        weights = torch.linspace(0.5, 1.5, more.numel()).view(more.shape)
+        return states.square().mean() + (more * weights).square().mean()
+
+
+def trained(model: nn.Module, count: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients; count 0: without slices."""
+    torch.manual_seed(1)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    running = sliced(model, slices_head=False).running((ids,), {}, lambda _: count)
+    with running if count else contextlib.nullcontext():
+        loss = model(ids)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def alternating(states: torch.Tensor) -> torch.Tensor:
+    return states.transpose(0, 1).flatten(0, 1)
+
+
+def mean(states: torch.Tensor) -> torch.Tensor:
+    return states.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "count", "reason"),
+    [
+        (mean, ROWS, r"has the shape \(1, 16, 8\), where slices of 1 give \(2, 16, 8\)"),
+        (lambda states: states.mean(0), ROWS, r"shape \(16, 8\), where slices of 1 give \(32, 8\)"),
+        (
+            lambda states: torch.cat([mean(states), mean(states.square())]),
+            ROWS // 2,
+            r"for 1 sequence\(s\) has the shape \(2, 16, 8\), where slices of 2 give \(1, 16, 8\)",
+        ),
+        (alternating, ROWS, "its output for a sequence depends on other sequences"),
+        (alternating, ROWS // 2, "depends on other sequences"),
+        (lambda states: states - mean(states), ROWS // 2, "depends on other sequences"),
+    ],
+)
+def test_outputs_that_are_no_parts_of_the_batchs_keep_a_layer_whole(
+    more: Any, count: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Model(more)
+    loss, expected = trained(model, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = trained(model, count)
+    assert re.search(reason, caplog.text), caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def attention(states: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bsh,bth->bst", states, states)[:, None]
+
+
+@pytest.mark.parametrize("count", [ROWS, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda states: states[..., :2].flatten(0, 1),  # router logits
+        lambda states: states[..., :2],
+        lambda states: attention(states)[:, 0],
+        lambda states: states.argmax(-1, keepdim=True) + states * 0,
+    ],
+)
+def test_outputs_of_tokens_and_sequences_are_put_together(
+    more: Any, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Model(more)
+    loss, expected = trained(model, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = trained(model, count)
+    assert caplog.text == ""
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [(alternating, "may have tokens in any order"), (lambda states: states[..., :2], "")],
+)
+def test_random_numbers_hide_values_and_not_shapes(
+    more: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        trained(Model(more, 0.5), ROWS)
+    assert bool(caplog.text) == bool(reason)
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("more", [mean, alternating])
+def test_a_layer_that_is_no_parts_is_not_computed_in_all_slices_again(
+    more: Any, passes: list[Any]
+) -> None:
+    runs, ids = sliced(model := Model(more)), torch.randint(50, (ROWS, LENGTH))
+    for numbers in ([*range(ROWS), 1], [0, 1]):
+        passes.clear()
+        with runs.running((ids,), {}, lambda rows: rows):
+            model(ids)
+        assert passes[-1] == ("forward", numbers)
+
+
+def test_a_layer_is_proven_once() -> None:
+    model, rows = Plain(reentrant=False), []
+    linear = model.layers[0].linear2
+    original = linear.forward
+    linear.forward = lambda states: (rows.append(len(states)), original(states))[1]
+    runs, ids = sliced(model), torch.randint(50, (ROWS, LENGTH))
+    for count, expected in ((3, [2, 2, 2, 1]), (3, [2, 2, 2]), (ROWS, [1] * ROWS)):
+        rows.clear()
+        with runs.running((ids,), {}, lambda _, count=count: count):
+            model(ids)
+        assert rows == expected
+
+
+class TakesTable(nn.Module):
+    """Adds the mean of a table, as long as it likes."""
+
+    def forward(self, states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(states + table.mean(0))
+
+
+class GivesTable(nn.Module):
+    """Gives its layer a table."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, HIDDEN), TakesTable()
+        self.table = torch.linspace(0, 1, length * 3 * HIDDEN).view(length, 3, HIDDEN)[:, :, None]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        table = self.table.mean(1)
+        states = checkpoint(self.layer, self.embedding(ids), table, use_reentrant=False)
+        return states.square().mean()
+
+
+def test_a_table_as_long_as_a_later_batch_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Shapes alone take it for the batch's."""
+    torch.manual_seed(0)
+    model = GivesTable(ROWS)
+    runs = sliced(model, slices_head=False)
+    for rows, said in ((ROWS - 1, 0), (ROWS, 1)):
+        ids = torch.randint(50, (rows, LENGTH))
+        model(ids).backward()
+        expected = gradients(model)
+        with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda rows: rows):
+            loss = model(ids)
+        loss.backward()
+        assert caplog.text.count("its output for a sequence depends on other sequences") == said
+        assert_close(gradients(model), expected)
+
+
+def test_random_numbers_behind_a_pass_are_those_of_its_slices() -> None:
+    model, ids = Plain(reentrant=False, probability=0.3), torch.randint(50, (ROWS, LENGTH))
+    runs = sliced(model)
+    found = []
+    for _ in range(2):  # the first pass proves
+        torch.manual_seed(0)
+        with runs.running((ids,), {}, lambda _: 3):
+            loss = model(ids)
+        found.append((loss.item(), torch.rand(1).item()))
+    assert found[0] == found[1]
+
+
+def test_tokens_without_a_number_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As those that a mask hides from all others."""
+    model = Model(lambda states: states / (states > 0))
+    with caplog.at_level(logging.WARNING):
+        trained(model, ROWS)
+    assert caplog.text == ""
