@@ -100,7 +100,7 @@ class Slicer:
         self._batch: Batch | None = None
         self._reasons: set[tuple[str, str]] = set()
         self._proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionary()
-        #: Calls of checkpoint functions so far.
+        #: Calls of checkpoint functions that returned states so far; a loss is no layer.
         self.layer_count = 0
 
     @property
@@ -255,13 +255,27 @@ class SlicedCheckpoint:
         otherwise = functools.partial(self.original, whole, *arguments, **keywords)
         given = {name: one for name, one in keywords.items() if name not in _OPTIONS}
         found = _unpack(function, arguments, given)
-        self._slicer.layer_count += 1
         if found is None:
             name = str(getattr(function, "__qualname__", type(function).__name__))
             self._slicer.note(name, "its function belongs to no module")
-            return otherwise()
-        module, call, leaves = found
-        return self._slicer.run_module(module, call, leaves, otherwise, is_layer=True)
+            output = otherwise()
+        else:
+            module, call, leaves = found
+            output = self._slicer.run_module(module, call, leaves, otherwise, is_layer=True)
+        self._slicer.layer_count += _has_states((arguments, keywords), output)
+        return output
+
+
+def _has_states(arguments: Any, output: Any) -> bool:
+    """Return whether an output has the shape of an argument, as states have, and no loss."""
+    shapes = {one.shape for one in _states(arguments)}
+    return any(one.shape in shapes for one in _states(output))
+
+
+def _states(values: Any) -> Iterator[torch.Tensor]:
+    for one in tree_leaves(values):
+        if torch.is_tensor(one) and one.is_floating_point() and one.dim() > 1:
+            yield one
 
 
 def _unpack(

@@ -145,6 +145,40 @@ def test_a_checkpoint_of_several_modules_stays_whole_and_says_so_once(
     assert {which for which, _ in passes} == {"forward", "backward"}  # the embedding's
 
 
+class ChecksLoss(Plain):
+    """Checkpoints its loss, as a function or a module, and its layers if it is told to."""
+
+    def __init__(self, *, of_module: bool, layers: bool) -> None:
+        super().__init__(reentrant=False)
+        self.loss = nn.MSELoss() if of_module else nn.functional.mse_loss
+        self.run = by_attribute if layers else None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states = self.embedding(ids)
+        if self.run is not None:
+            states = self.run(self.layers, states)
+        loss: torch.Tensor = torch_checkpoint.checkpoint(
+            self.loss, states, torch.ones_like(states), use_reentrant=False
+        )
+        return loss
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("of_module", [False, True])
+def test_a_loss_that_is_checkpointed_is_no_layer(
+    of_module: bool, layers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = ChecksLoss(of_module=of_module, layers=layers)
+    expected = trained(model, 0)
+    with caplog.at_level(logging.WARNING):
+        found = trained(model, 3)
+    assert ("none of its layers is checkpointed" in caplog.text) == (not layers)
+    said = "MSELoss" if of_module else "mse_loss"
+    assert caplog.text.count(f"{said} computes the whole batch at once") == 1
+    assert_close(found, expected)
+
+
 def test_a_function_that_has_tensors_beside_its_arguments_stays_whole(
     caplog: pytest.LogCaptureFixture, passes: list[Any]
 ) -> None:
