@@ -94,6 +94,7 @@ class Case:
     second_model: bool = False  # train another model on the same path in the middle of training
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
     overlap: bool = True  # of the reduction with the backward pass, on devices
+    tells_masters: bool = False  # the facts have master weights, and not digests alone
     compiled: str = ""  # engine.compile() with this backend; "" leaves the model as it is
     scheduler: bool = False  # a learning rate that changes with every step
     walk: str = "behind"  # the step: behind | late (a walk, see walks.py) | off (over first)
@@ -176,6 +177,7 @@ class Case:
             "cast",
             "averages",
             "touched",
+            "tells_masters",
             "compiled",
             "scheduler",
             "load_from",

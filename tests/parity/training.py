@@ -122,6 +122,8 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
         engine.compile(backend=case.compiled)
     try:
         facts: dict[str, Any] = {"start": saved.get("start") or weight_digests(engine.module)}
+        if case.tells_masters:
+            facts["start_values"] = master_values(engine.module)
         if case.optimizer == "absent":
             facts["logits"] = infer(case, engine)
         else:
@@ -153,6 +155,8 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
             matrices = getattr(steps, "_muon", None)
             facts["applies_updates"] = matrices is not None and matrices._is_applied
         facts["weights"] = weight_digests(engine.module)
+        if case.tells_masters:
+            facts["end_values"] = master_values(engine.module)
         facts["consolidated"] = consolidated_digests(engine)
         facts["placement"] = placement(engine.module)
         face = getattr(engine, "memascend", None)
@@ -422,6 +426,12 @@ def master_digests(module: nn.Module) -> dict[str, str]:
         name: digest(deepspeed.utils.safe_get_full_fp32_param(parameter))
         for name, parameter in (named[0], named[-1], by_size[0], by_size[-2])
     }
+
+
+def master_values(module: nn.Module) -> dict[str, Any]:
+    """All fp32 master weights, as arrays."""
+    get = deepspeed.utils.safe_get_full_fp32_param
+    return {name: get(one).numpy().copy() for name, one in module.named_parameters()}
 
 
 def state_digests(engine: Any) -> dict[str, str]:
