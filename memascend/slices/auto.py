@@ -1,4 +1,4 @@
-"""Chooses the number of slices at run time: the fewest that fit the device.
+"""Chooses the number of slices at run time: the fewest that fit the device, or the stated number.
 
 The first pass has one sequence in each slice, and every call in slices is measured. Before the
 second pass all ranks agree on the most sequences of a slice with which every call would have fit;
@@ -135,18 +135,13 @@ class AutoSlices:
         self._has_measured_backward = False
         batch = max(1, self._batch)
         before = min(self._sequences, batch)
-        text = f"memascend: memory ran out in one of {slices_of(batch, before)} slices of up to "
-        if before == 1:
-            text += (
-                "1 sequence, and there is no smaller one. fix: shorter sequences, the section "
-                "memascend.activations, a smaller batch, or free device memory"
-            )
-        else:
+        text = _ran_out(batch, before)
+        if before > 1:
             self._sequences, self._has_shrunk = before // 2, True
             text += (
-                f"{before} sequence(s); the next pass has {slices_of(batch, before // 2)} of up to "
-                f"{before // 2}. fix: try this step again from its forward pass on, or set "
-                f"{_RULE.format(before // 2)} in the block"
+                f"; the next pass has {slices_of(batch, before // 2)} of up to {before // 2}. fix: "
+                f"try this step again from its forward pass on, or set {_RULE.format(before // 2)} "
+                "in the block"
             )
         error.args = (f"{error}\n{text}",)
 
@@ -182,10 +177,55 @@ class AutoSlices:
         return min(self._needs, key=lambda need: need.sequences(room_bytes)), room_bytes
 
 
+class StatedSlices:
+    """A number of slices that the block states; where memory runs out, errors name smaller ones."""
+
+    #: Nothing is measured.
+    measured = None
+
+    def __init__(self, slices_of: Callable[[int], int]) -> None:
+        """Take the number of slices of a batch of so many sequences from a function."""
+        self._slices_of = slices_of
+        self._batch = 1  # sequences of the last pass
+
+    def slices_of(self, batch: int) -> int:
+        """Return the number of slices of a batch of so many sequences."""
+        self._batch = batch
+        return self._slices_of(batch)
+
+    def watched(self, weights_of: WeightsOf) -> WeightsOf:
+        """Wrap a function that returns the weights of a call: its passes are watched."""
+        return lambda params: _WatchedWeights(weights_of(params), self)
+
+    def note_call(self, slices: Sequence[tuple[int, int]], *, is_backward: bool) -> None:
+        """Do nothing."""
+
+    def note_failure(self, error: torch.OutOfMemoryError) -> None:
+        """Name smaller slices in the error, once."""
+        sequences = -(-self._batch // self._slices_of(self._batch))
+        text = _ran_out(self._batch, sequences)
+        if text in str(error):
+            return
+        if sequences > 1:
+            text += f". fix: {_RULE.format(sequences // 2)} in the block"
+        error.args = (f"{error}\n{text}",)
+
+
+def _ran_out(batch: int, sequences: int) -> str:
+    """Return what an error says of slices of so many sequences; with a remedy if they have one."""
+    text = f"memascend: memory ran out in one of {slices_of(batch, sequences)} slices of up to "
+    if sequences > 1:
+        return f"{text}{sequences} sequence(s)"
+    return (
+        f"{text}1 sequence, and there is no smaller one. fix: shorter sequences, the section "
+        "memascend.activations, a smaller batch, or free device memory"
+    )
+
+
 class _WatchedWeights:
     """Measures the slices of a call, and notes where memory runs out."""
 
-    def __init__(self, weights: SliceWeights, auto: AutoSlices) -> None:
+    def __init__(self, weights: SliceWeights, auto: AutoSlices | StatedSlices) -> None:
         self._weights, self._auto = weights, auto
 
     def in_forward(self) -> AbstractContextManager[Callable[[int], None]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memascend.slices.auto import NO_LIMIT, AutoSlices, Need
+from memascend.slices.auto import NO_LIMIT, AutoSlices, Need, StatedSlices
 from memascend.slices.layers import Slicer
 from memascend.slices.model import SlicedModel
 from tests.support.sliced_models import LENGTH, ROWS, Plain, Weights, gradients
@@ -235,3 +235,35 @@ def test_slices_of_one_sequence_cannot_be_halved(trained: Any) -> None:
     step(model, auto, ids)  # which is measured: the failed one was not
     step(model, auto, ids)
     assert auto.slices_of(ROWS) == 1
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("sequences", [3, 1])
+def test_an_error_names_smaller_slices_than_the_stated_ones(
+    trained: Any, phase: str, sequences: int
+) -> None:
+    """The script may try the step again, and nothing of the failed one is left."""
+    model, ids = trained
+    stated = StatedSlices(lambda batch: -(-batch // sequences))
+    running = SlicedModel(model, Slicer(stated.watched(Failing)), slices_head=True).running
+
+    def step() -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        with running((ids,), {}, stated.slices_of):
+            loss = model(ids)
+        loss.backward()
+        return gradients(model)
+
+    Failing.fails_in = (phase, 1)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step()
+    expected = "there is no smaller one. fix: shorter sequences"
+    if sequences > 1:
+        expected = (
+            "memory ran out in one of 2 slices of up to 3 sequence(s). fix: "
+            '{"micro_batches": {"sequences": 1}} in the block'
+        )
+    assert str(caught.value).startswith("out of device memory\nmemascend: memory ran out in one of")
+    assert str(caught.value).count(expected) == 1
+    model.zero_grad()
+    assert equal(step(), by_hand(model, ids, sequences))

@@ -18,7 +18,7 @@ from memascend.deepspeed.plan.from_optimizer import least_of_ranks
 from memascend.deepspeed.slices.device import device_memory
 from memascend.deepspeed.slices.held import held
 from memascend.deepspeed.slices.weights import PassGradients
-from memascend.slices.auto import AutoSlices
+from memascend.slices.auto import AutoSlices, StatedSlices
 from memascend.slices.layers import Slicer, WeightsOf
 from memascend.slices.model import SlicedModel
 from memascend.slices.random_states import RandomState
@@ -36,12 +36,11 @@ class EngineSlices:
         by_slice = section.reduction == "slice"
         self._gradients = PassGradients(optimizer.upstream, held, by_slice=by_slice)
         optimizer.passes.slices = self._gradients
-        weights_of: WeightsOf = self._gradients.weights_of
-        self._count_of = section.slices_of
         #: Chooses the number of slices; None: the block states it.
         self._auto = AutoSlices(device_memory(), least_of_ranks) if section.is_auto else None
-        if self._auto is not None:
-            weights_of, self._count_of = self._auto.watched(weights_of), self._auto.slices_of
+        slices = self._auto or StatedSlices(section.slices_of)
+        weights_of: WeightsOf = slices.watched(self._gradients.weights_of)
+        self._count_of = slices.slices_of
         self._model = SlicedModel(
             self._module,
             Slicer(weights_of),
