@@ -119,4 +119,6 @@ def _uncompiled(compute: Callable[[BatchCut], Sequence[Any]]) -> Callable[..., S
         with torch.compiler.set_stance("force_eager"):
             return compute(cut)
 
-    return torch.compiler.disable(run)  # in the midst of a compiled function stances are errors
+    # In the midst of a compiled function stances are errors.
+    eager: Callable[..., Sequence[Any]] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return eager
