@@ -124,13 +124,19 @@ ACTIVATION_VARIANTS: dict[str, dict[str, Any]] = {
     "no checkpoints, two ranks": {"checkpointing": "off", "family": "qwen", "world": 2},
 }
 #: Muon whose updates are applied as they are made, since nothing is clipped: run in MUON_MODES
-#: alone. Small models whose layers the device can compute, one of them of joined projections.
+#: alone. Small models whose layers the device can compute, one of them of joined projections, one
+#: whose embedding is its head. Resumed runs are compared with CPU offload's that never stopped.
 MUON_VARIANTS: dict[str, dict[str, Any]] = {
-    f"Muon not clipped, {family}{', two ranks' * (world - 1)}": {
+    f"Muon {what}, {family}{', two ranks' * (world - 1)}": {
         **{"optimizer_type": "Muon", "clipping": 0.0, "accumulation": 1, "checkpointing": "off"},
         **{"family": family, "world": world},
+        **({"resume_at": 2, "steps": 5} if what == "resumed" else {}),
     }
-    for family in ("odd", "llama-untied", "phi3-untied", "qwen3-untied")
+    for what, families in (
+        ("not clipped", ("odd", "llama-untied", "phi3-untied", "qwen3-untied", "gemma-tied")),
+        ("resumed", ("odd",)),
+    )
+    for family in families
     for world in (1, 2)
 }
 #: Of several ranks, which take longest: parity's cases of two ranks and the same variant of one
@@ -142,6 +148,7 @@ REPEATED = (
     *("saved in the middle, two ranks", "all in memory, two ranks", "no checkpoints, two ranks"),
     *("Muon not clipped, llama-untied, two ranks", "Muon not clipped, phi3-untied, two ranks"),
     *("Muon not clipped, phi3-untied", "Muon not clipped, qwen3-untied"),
+    *("Muon not clipped, gemma-tied, two ranks", "Muon resumed, odd, two ranks"),
 )
 #: A limit is refused with these.
 WITHOUT_LIMIT = (
