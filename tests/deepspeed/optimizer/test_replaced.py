@@ -44,6 +44,9 @@ def kind_of(module: str, name: str, base: type = torch.optim.SGD) -> type[torch.
     "kind",
     [
         kind_of("bitsandbytes.optim.adamw", "AdamW8bit"),
+        # Of either number of bits: `args` has it.
+        kind_of("bitsandbytes.optim.adamw", "AdamW"),
+        kind_of("bitsandbytes.optim.adam", "Adam"),
         kind_of("torchao.optim.adam", "AdamW4bit"),
         kind_of("bitsandbytes.optim.adamw", "PagedAdamW8bit"),
     ],
@@ -96,6 +99,7 @@ def test_another_kind_is_named_with_what_keeps_it(
         (torch.optim.Adam, {"decay": 0.1}),
         (kind_of("bitsandbytes.optim.adam", "Adam32bit"), {"optim_bits": 32, "decay": 0.1}),
         (kind_of("bitsandbytes.optim.adamw", "PagedAdamW32bit"), {"optim_bits": 32}),
+        (kind_of("bitsandbytes.optim.adamw", "AdamW"), {"args": SimpleNamespace(optim_bits=32)}),
         (CPU_ADAM, {"adam_w_mode": False, "decay": 0.1}),
         (CPU_ADAM, {"adam_w_mode": True}),
         (FUSED_ADAM, {"adam_w_mode": 1}),
