@@ -16,7 +16,12 @@ from torch import nn
 
 from .cases import Case
 
-STATES = {"Adagrad": ("exp_avg_sq",), "Lion": ("exp_avg",), "client": ("average",)}
+STATES = {
+    "Adagrad": ("exp_avg_sq",),
+    "Lion": ("exp_avg",),
+    "client": ("average",),
+    "schedule-free": ("z", "exp_avg_sq"),
+}
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 

@@ -50,6 +50,8 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Muon": ("Muon", MUON),
     "MuonPerHead": ("Muon", MUON | {"per_head_muon": True}),
 }
+#: Made by the script: see models.py.
+CLIENTS = ("client", "schedule-free")
 SUB_GROUP_LARGE_NUMEL = 1_000_000_000
 
 
@@ -81,7 +83,7 @@ class Case:
     resident_numel_max: int = 0  # DeepSpeed's max_in_cpu
     gradients_in_fp32: bool = False
     masters: str = ""  # in 16 bits: master weights | states (Adam's moments as well); "": in fp32
-    optimizer_type: str = "AdamW"  # a key of OPTIMIZERS, or "client": one made by the script
+    optimizer_type: str = "AdamW"  # a key of OPTIMIZERS, or made by the script: CLIENTS
     scale_power: int = 18  # fp16: so large a first scale that the first steps overflow
     scale_window: int = 1000  # fp16: steps without overflow after which the scale doubles
     boundary: str = "counted"  # who says where a window ends: counted | stated | stepped
@@ -305,7 +307,7 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
 
 
 def _optimizer(case: Case) -> dict[str, Any]:
-    if case.optimizer_type == "client":
+    if case.optimizer_type in CLIENTS:
         return {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     name, parameters = OPTIMIZERS[case.optimizer_type]
     return {"optimizer": {"type": name, "params": parameters}}

@@ -194,7 +194,13 @@ def streaming_cases() -> list[Case]:
             Case(family="odd", optimizer_type=name, clipping=1.0),
             Case(world=2, optimizer_type=name, repeats=name in ("Lion", "Adagrad")),
         ]
-    return cases
+    # Counts its steps in its groups: the order of sub-groups shows.
+    counting = Case(optimizer_type="schedule-free", accessors="read", clipping=1.0)
+    return [
+        *cases,
+        replace(counting, world=2, resume_at=2, steps=4),
+        replace(counting, family="odd", sections=WHOLE, repeats=True),
+    ]
 
 
 def sum_cases() -> list[Case]:

@@ -195,6 +195,57 @@ class NormalisedDescent(torch.optim.Optimizer):
                 weight.sub_(average * (group["lr"] / (average.norm() + 1e-6)))
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Has the states and modes of schedulefree's AdamW, and like it counts steps in its groups."""
+
+    def __init__(self, parameters: Any, *, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0, "weight_sum": 0.0, "train_mode": False})
+
+    def train(self) -> None:
+        self._move(is_training=True)
+
+    def eval(self) -> None:
+        self._move(is_training=False)
+
+    @torch.no_grad()
+    def _move(self, *, is_training: bool) -> None:
+        for group in self.param_groups:
+            for weight in group["params"] if group["train_mode"] != is_training else ():
+                if "z" in self.state[weight]:
+                    share = 0.1 if is_training else 1 - 1 / 0.9
+                    weight.lerp_(self.state[weight]["z"], share)
+            group["train_mode"] = is_training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.param_groups[0]["train_mode"]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            share = group["lr"] ** 2 / group["weight_sum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "z" not in state:
+                    state["z"] = weight.clone()
+                    state["exp_avg_sq"] = torch.zeros_like(weight)
+                moment = state["exp_avg_sq"].mul_(0.99)
+                moment.addcmul_(weight.grad, weight.grad, value=0.01)
+                scale = (moment / (1 - 0.99 ** group["k"])).sqrt_().add_(1e-8)
+                update = (weight.grad / scale).add_(weight, alpha=0.1)
+                weight.lerp_(state["z"], share)
+                weight.add_(update, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+                state["z"].sub_(update, alpha=group["lr"])
+
+
+#: By type: optimizers that a script makes.
+CLIENTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "client": functools.partial(NormalisedDescent, lr=1e-2),
+    "schedule-free": functools.partial(ScheduleFree, lr=1e-3),
+}
+
+
 def maker(family: str) -> Callable[[], nn.Module]:
     """What builds a new model of `family`; its weights are undefined until `set_weights`.
 

@@ -113,9 +113,11 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
     model = build_model(case, config, seed=SEED + (1 if saved else 0))
     client = None
     warnings = Warnings()
-    if case.optimizer_type == "client":
-        client = models.NormalisedDescent(model.parameters(), lr=1e-2)
+    if case.optimizer_type in models.CLIENTS:
+        client = models.CLIENTS[case.optimizer_type](model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=client)
+    if isinstance(client, models.ScheduleFree):
+        client.train()
     if case.compiled:
         torch._dynamo.reset()  # of what the last case has compiled
         torch._dynamo.utils.counters.clear()
@@ -149,6 +151,9 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
             if case.save_to or case.load_from:
                 facts["states"] = state_digests(engine)
             facts["masters"] = master_digests(engine.module)
+            if isinstance(client, models.ScheduleFree):
+                client.eval()  # finds no weight
+                assert master_digests(engine.module) == facts["masters"]
             facts["optimizer_class"] = qualified_name(engine.optimizer)
             steps = getattr(engine.optimizer, "steps", None)
             facts["early_tile_count"] = getattr(steps, "early_tile_count", 0)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from memascend.deepspeed.optimizer.replaced import refuse_replaced
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import refusal_of_quantized
+
+log = logging.getLogger(__name__)
 
 #: Parameter dtypes that can be trained, besides a model that is all fp64.
 _TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -32,6 +36,26 @@ def refuse(module: torch.nn.Module, optimizer: Any) -> None:
     if error := refusal_of_quantized(f"{kind.__module__}.{kind.__qualname__}"):
         raise error
     refuse_replaced(optimizer)
+    warn_of_modes(optimizer)
+
+
+def warn_of_modes(optimizer: Any) -> None:
+    """Warn of an optimizer with train() and eval(), such as a schedule-free one.
+
+    DeepSpeed empties param_groups between steps, and calls step() for each sub-group.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if not is_first or not all(callable(getattr(optimizer, m, None)) for m in ("train", "eval")):
+        return
+    kind = type(optimizer)
+    log.warning(
+        "memascend: eval() of %s.%s changes no weight, as in CPU offload: between steps ZeRO-3 "
+        "leaves param_groups empty, so evaluations and saved models have the weights of training. "
+        "A count of steps in param_groups grows with each sub-group of each step. fix: name "
+        '"AdamW" in the DeepSpeed JSON, or average weights as docs/limits.md, Optimizers, says',
+        kind.__module__,
+        kind.__qualname__,
+    )
 
 
 def refuse_muon_of_torch(optimizer: Any) -> None:

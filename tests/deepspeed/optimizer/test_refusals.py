@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -58,6 +60,21 @@ def test_torchs_muon_is_refused_and_deepspeeds_named() -> None:
     model = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(ConfigError, match=r'torch\.optim\.Muon needs .*"type": "Muon"'):
         refusals.refuse(model, torch.optim.Muon(model.parameters()))
+
+
+@pytest.mark.parametrize("modes", [(), ("eval",), ("train", "eval")])
+def test_an_optimizer_whose_eval_changes_weights_elsewhere_is_named(
+    modes: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A schedule-free one: DeepSpeed has no parameter in its groups between steps."""
+    model = torch.nn.Linear(2, 2)
+    methods = {mode: lambda self: None for mode in modes}
+    kind = type("AdamWScheduleFree", (torch.optim.AdamW,), {"__module__": "schedulefree"} | methods)
+    with caplog.at_level(logging.WARNING):
+        refusals.refuse(model, kind(model.parameters()))
+    told = "eval() of schedulefree.AdamWScheduleFree changes no weight" in caplog.text
+    assert told == (len(modes) == 2)
+    assert ("with each sub-group of each step. fix: " in caplog.text) == told
 
 
 def test_a_convolution_that_muon_would_update_is_refused_by_name() -> None:
