@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import inspect
 import itertools
 import logging
@@ -34,6 +33,15 @@ from tests.support.rough_muon import orthogonalized_roughly
 
 from . import accessors, models
 from .cases import Case, deepspeed_json
+from .digests import (
+    consolidated_digests,
+    digest,
+    hexadecimal,
+    master_digests,
+    master_values,
+    state_digests,
+    weight_digests,
+)
 from .walks import watched
 
 SEED = 20_250
@@ -129,36 +137,10 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
         if case.optimizer == "absent":
             facts["logits"] = infer(case, engine)
         else:
-            if saved:
-                path, client_state = engine.load_checkpoint(case.checkpoint_folder)
-                assert path is not None
-                assert client_state["mark"] == SEED
-            if case.load_from:
-                path, _ = engine.load_checkpoint(case.load_from)
-                assert path is not None
-                # CPU offload would begin with powers of its betas that are rounded differently.
-                replay_beta_powers(Upstream(engine.optimizer), note=lambda *_: None)
-                facts["loaded"] = state_digests(engine)
-            facts |= train(case, engine, config, first=case.resume_at or case.first_step)
-            if case.compiled:
-                facts["graph_count"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            for name in ("losses", "norms", "scales"):
-                facts[name] = saved.get(name, []) + facts[name]
-            if save_to is not None:
-                engine.save_checkpoint(save_to, client_state={"mark": SEED})
-            if case.save_to:
-                engine.save_checkpoint(case.save_to)
-            if case.save_to or case.load_from:
-                facts["states"] = state_digests(engine)
-            facts["masters"] = master_digests(engine.module)
+            facts |= _train_and_save(case, engine, config, saved, save_to)
             if isinstance(client, models.ScheduleFree):
                 client.eval()  # finds no weight
                 assert master_digests(engine.module) == facts["masters"]
-            facts["optimizer_class"] = qualified_name(engine.optimizer)
-            steps = getattr(engine.optimizer, "steps", None)
-            facts["early_tile_count"] = getattr(steps, "early_tile_count", 0)
-            matrices = getattr(steps, "_muon", None)
-            facts["applies_updates"] = matrices is not None and matrices._is_applied
         facts["weights"] = weight_digests(engine.module)
         if case.tells_masters:
             facts["end_values"] = master_values(engine.module)
@@ -179,6 +161,41 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
             forget_tensors(engine)
         del engine, model, swappers
         gc.collect()
+
+
+def _train_and_save(
+    case: Case, engine: Any, config: dict[str, Any], saved: dict[str, Any], save_to: str | None
+) -> dict[str, Any]:
+    """Load what the case loads, train, save what it saves, and return what is compared."""
+    facts: dict[str, Any] = {}
+    if saved:
+        path, client_state = engine.load_checkpoint(case.checkpoint_folder)
+        assert path is not None
+        assert client_state["mark"] == SEED
+    if case.load_from:
+        path, _ = engine.load_checkpoint(case.load_from)
+        assert path is not None
+        # CPU offload would begin with powers of its betas that are rounded differently.
+        replay_beta_powers(Upstream(engine.optimizer), note=lambda *_: None)
+        facts["loaded"] = state_digests(engine)
+    facts |= train(case, engine, config, first=case.resume_at or case.first_step)
+    if case.compiled:
+        facts["graph_count"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for name in ("losses", "norms", "scales"):
+        facts[name] = saved.get(name, []) + facts[name]
+    if save_to is not None:
+        engine.save_checkpoint(save_to, client_state={"mark": SEED})
+    if case.save_to:
+        engine.save_checkpoint(case.save_to)
+    if case.save_to or case.load_from:
+        facts["states"] = state_digests(engine)
+    facts["masters"] = master_digests(engine.module)
+    facts["optimizer_class"] = qualified_name(engine.optimizer)
+    steps = getattr(engine.optimizer, "steps", None)
+    facts["early_tile_count"] = getattr(steps, "early_tile_count", 0)
+    matrices = getattr(steps, "_muon", None)
+    facts["applies_updates"] = matrices is not None and matrices._is_applied
+    return facts
 
 
 class Warnings(logging.Handler):
@@ -407,53 +424,6 @@ def infer(case: Case, engine: Any) -> list[str]:
     return digests
 
 
-def weight_digests(module: nn.Module) -> dict[str, str]:
-    digests = {}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            digests[name] = digest(parameter.data)
-    return digests
-
-
-def consolidated_digests(engine: Any) -> list[tuple[str, str]] | None:
-    """What every way of saving the 16-bit model asks the engine for; of rank 0 alone."""
-    state_dict = engine._zero3_consolidated_16bit_state_dict()
-    if state_dict is None:
-        return None
-    return [(name, digest(tensor)) for name, tensor in state_dict.items()]
-
-
-def master_digests(module: nn.Module) -> dict[str, str]:
-    """fp32 master weights of a few tensors: each costs reading a sub-group with all its states."""
-    named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
-    by_size = sorted(named, key=lambda pair: pair[1].ds_numel)
-    return {
-        name: digest(deepspeed.utils.safe_get_full_fp32_param(parameter))
-        for name, parameter in (named[0], named[-1], by_size[0], by_size[-2])
-    }
-
-
-def master_values(module: nn.Module) -> dict[str, Any]:
-    """All fp32 master weights, as arrays."""
-    get = deepspeed.utils.safe_get_full_fp32_param
-    return {name: get(one).numpy().copy() for name, one in module.named_parameters()}
-
-
-def state_digests(engine: Any) -> dict[str, str]:
-    """The optimizer's whole state: every parameter's tensors, and the steps that were counted."""
-    digests = {}
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
-            digests[f"{name} fp32"] = digest(master)
-            for state in accessors.states_of(Case(), parameter):
-                value = deepspeed.utils.safe_get_full_optimizer_state(parameter, state)
-                digests[f"{name} {state}"] = digest(value)
-    states = engine.optimizer.optimizer.state.values()
-    digests["step"] = str({int(state["step"]) for state in states if "step" in state})
-    return digests
-
-
 def placement(module: nn.Module) -> dict[str, int]:
     """How many shards lie on NVMe, in host memory: a case that swaps nothing proves nothing."""
     places: dict[str, int] = {}
@@ -461,15 +431,6 @@ def placement(module: nn.Module) -> dict[str, int]:
         location = getattr(parameter.ds_tensor.final_location, "value", None)
         places[str(location)] = places.get(str(location), 0) + 1
     return places
-
-
-def digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def hexadecimal(value: Any) -> str | None:
-    return None if value is None else float(value).hex()
 
 
 def qualified_name(subject: object) -> str:
