@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
-from memascend.slices.proof import Proofs
+from memascend.slices.proof import Proofs, Reasons
 from memascend.slices.routers import recorded
 from memascend.slices.sliced import SlicedCall, SliceWeights
 
@@ -99,7 +99,7 @@ class Slicer:
         self._weights_of = weights_of
         self._batch: Batch | None = None
         self._reasons: set[tuple[str, str]] = set()
-        self._proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionary()
+        self._proofs: weakref.WeakKeyDictionary[nn.Module, Reasons] = weakref.WeakKeyDictionary()
         #: Calls of checkpoint functions that returned states so far; a loss is no layer.
         self.layer_count = 0
 
@@ -192,7 +192,7 @@ class Slicer:
             routers = recorded()
             if routers is not None:
                 call = routers.outputs_of(call)
-            proofs = self._proofs.setdefault(module, {})
+            proofs = Proofs(module, self._proofs.setdefault(module, {}))
             output = self.run(
                 call, leaves, params, cut, weights, name=type(module).__name__, proofs=proofs
             )

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from memascend.slices.cut import BatchCut, CannotCut
 from memascend.slices.random_states import RandomState
@@ -27,7 +29,35 @@ STEPS = 16
 STEP_MIN = 2.0**-10
 
 #: Why calls of one module cannot be cut, by their kinds of arguments and outputs; empty: they can.
-Proofs = dict[Any, str]
+Reasons = dict[Any, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proofs:
+    """The module that a call belongs to, and the reasons that are known of its calls."""
+
+    module: nn.Module
+    reasons: Reasons
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within the context buffers are copies; behind it, they and all numbers are as before.
+
+        A router counts the tokens of its experts in them.
+        """
+        before = [(one, one._buffers, _numbers(one)) for one in self.module.modules()]
+        for one, buffers, _ in before:
+            copies = {name: None if one is None else one.clone() for name, one in buffers.items()}
+            vars(one)["_buffers"] = copies
+        try:
+            yield
+        finally:
+            for one, buffers, numbers in before:
+                vars(one).update(numbers, _buffers=buffers)
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    return {name: one for name, one in vars(module).items() if type(one) in (int, float)}
 
 
 def prove(

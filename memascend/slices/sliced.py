@@ -145,7 +145,7 @@ class SlicedCall:
     def _check_proof(self, kind: Any) -> None:
         """Raise _OtherShape if it is known that slices have no parts of the batch's outputs."""
         if self._proofs is not None and isinstance(self._cut, BatchCut):
-            reason = self._proofs.get(kind)
+            reason = self._proofs.reasons.get(kind)
             if reason:
                 raise _OtherShape(reason)
 
@@ -153,17 +153,18 @@ class SlicedCall:
         self, kind: Any, tensors: Sequence[torch.Tensor], whole: Sequence[torch.Tensor | None]
     ) -> None:
         """Raise _OtherShape if the outputs of slices are no parts of the batch's."""
-        if self._proofs is None or kind in self._proofs:
+        if self._proofs is None or kind in self._proofs.reasons:
             return
         if not isinstance(self._cut, BatchCut) or self._cut.count == 1:
             return  # nothing to be proven
         detached = [tensor.detach() for tensor in tensors]
         try:
-            prove(self._cut, whole, tensors, lambda cut: self._call(0, detached, cut))
+            with self._proofs.unchanged():
+                prove(self._cut, whole, tensors, lambda cut: self._call(0, detached, cut))
         except CannotCut as reason:
-            self._proofs[kind] = str(reason)
+            self._proofs.reasons[kind] = str(reason)
             raise _OtherShape(*reason.args) from reason
-        self._proofs[kind] = ""
+        self._proofs.reasons[kind] = ""
 
     def backward(
         self,

@@ -212,3 +212,34 @@ def test_tokens_without_a_number_say_nothing(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         trained(model, ROWS)
     assert caplog.text == ""
+
+
+class Counts(nn.Module):
+    """Counts its calls and sequences, as routers count the tokens of their experts."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place, self.calls = nn.Linear(HIDDEN, HIDDEN), in_place, 0
+        self.register_buffer("sequences", torch.zeros((), dtype=torch.long))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.in_place:
+            self.sequences += len(states)
+        else:
+            self.sequences = self.sequences + len(states)
+        return torch.tanh(self.linear(states))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_proof_is_not_counted(in_place: bool) -> None:
+    model, ids = Model(mean), torch.randint(50, (ROWS, LENGTH))
+    model.layer = layer = Counts(in_place=in_place)
+    model.forward = lambda ids: checkpoint(layer, model.embedding(ids), use_reentrant=False).sum()
+    buffer = layer.sequences
+    with sliced(model, slices_head=False).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    assert (layer.calls, layer.sequences.item()) == (3, ROWS)
+    loss.backward()
+    assert (layer.calls, layer.sequences.item()) == (6, 2 * ROWS)
+    assert (layer.sequences is buffer) == in_place
