@@ -183,12 +183,12 @@ class Slicer:
             return otherwise()
         params = tuple(module.parameters())
         weights = self._weights_of(params)  # also of a call that is not cut: they are used
+        kept = _kept_tensors(module)
         try:
             check_module(module)
             check_hooks(module)
             layer = module if is_layer else None
             cut = self.cut(type(module).__name__, leaves, lambda: batch.cut(leaves, layer))
-            kept = _kept_tensors(module)
             routers = recorded()
             if routers is not None:
                 call = routers.outputs_of(call)
@@ -200,6 +200,7 @@ class Slicer:
             return output if routers is None else routers.take(output)
         except CannotCut as reason:
             self.note(type(module).__name__, str(reason))
+            _shorten_lists(module, kept)
         del weights
         return otherwise()
 
@@ -373,6 +374,15 @@ def _check_kept(before: dict[str, Any], after: dict[str, Any]) -> None:
         same = before.get(name)
         if value is not same and not (isinstance(value, int) and value == same):
             raise CannotCut(f"its attribute {name.lstrip('.')} keeps a value of the call")
+
+
+def _shorten_lists(module: nn.Module, before: dict[str, Any]) -> None:
+    """Remove the values of slices from lists: those of the whole batch come in their place."""
+    for path, one in module.named_modules():
+        for name, value in vars(one).items():
+            length = before.get(f"{path}.{name}")
+            if type(value) is list:
+                del value[length if isinstance(length, int) else 0 :]
 
 
 def _head_counts(module: nn.Module) -> frozenset[int]:
