@@ -20,11 +20,14 @@ from torch import nn
 from memascend.slices.cut import BatchCut, CannotCut
 from memascend.slices.random_states import RandomState
 
-#: Largest difference of an output, relative to its norm, in relative steps of its dtype. Kernels
-#: for other sizes round otherwise: a layer's roundings add up to a few steps, and fp8 in a layer of
-#: bf16 to about four. Rows that depend on each other, or are in another order, differ by a part
-#: of their norm.
+#: Largest difference of an output, relative to the norm of the part that a layer computes, in
+#: relative steps of its dtype. Kernels for other sizes round otherwise: a layer's roundings add up
+#: to a few steps, and fp8 in a layer of bf16 to about four. Rows that depend on each other, or are
+#: in another order, differ by a part of that norm.
 STEPS = 16
+#: The same for sums with the layer's input, relative to the norm of all: each is rounded by less
+#: than half a step. What a layer adds may be a few steps itself.
+STEPS_OF_SUMS = 2
 #: The step of TF32, in which fp32 may be multiplied.
 STEP_MIN = 2.0**-10
 
@@ -97,8 +100,9 @@ def prove(
             )
         if is_random:
             _check_order_is_known(output, rows)
-        elif output.is_floating_point():
-            _check_values(part, output, STEPS * _step(tensors, output))
+        elif output.is_floating_point() and output.device.type != "meta":
+            states = [other.part(0, given) for given in tensors if _can_be_added(given, one)]
+            _check_values(part, output, states, _step(tensors, output))
 
 
 def _check_order_is_known(output: torch.Tensor, rows: int) -> None:
@@ -110,10 +114,26 @@ def _check_order_is_known(output: torch.Tensor, rows: int) -> None:
         )
 
 
-def _check_values(part: torch.Tensor, output: torch.Tensor, rel: float) -> None:
-    """Raise CannotCut if values for the same sequences differ; NaN and infinity say nothing."""
+def _can_be_added(given: torch.Tensor, whole: torch.Tensor) -> bool:
+    is_like = (given.shape, given.device) == (whole.shape, whole.device)
+    return is_like and given.is_floating_point()
+
+
+def _check_values(
+    part: torch.Tensor, output: torch.Tensor, states: Sequence[torch.Tensor], step: float
+) -> None:
+    """Raise CannotCut if values for the same sequences differ; NaN and infinity say nothing.
+
+    Args:
+        part: An output for some sequences, from slices of one size.
+        output: The same from a slice of another size.
+        states: Inputs of their shape, to one of which the layer may add the part that it computes.
+        step: The relative step of a dtype.
+    """
     difference, norm = _norm(output - part), _norm(part)
-    if difference > rel * norm:
+    computed = min([norm, *(_norm(part - one) for one in states)])
+    largest = max([norm, *map(_norm, states)])
+    if difference > step * (STEPS * computed + STEPS_OF_SUMS * largest):
         raise CannotCut(
             f"its output for a sequence depends on other sequences: it differs by "
             f"{difference:.1e}, with a norm of {norm:.1e}, where slices have another size"

@@ -243,3 +243,39 @@ def test_a_proof_is_not_counted(in_place: bool) -> None:
     loss.backward()
     assert (layer.calls, layer.sequences.item()) == (6, 2 * ROWS)
     assert (layer.sequences is buffer) == in_place
+
+
+class AddsInAnyOrder(nn.Module):
+    """Adds a little to its states, as layers do; of another token, if it `alternates`."""
+
+    def __init__(self, *, alternates: bool) -> None:
+        super().__init__()
+        self.linear, self.alternates = nn.Linear(HIDDEN, HIDDEN), alternates
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        more = self.linear(states) / 20
+        return states + (more.transpose(0, 1).reshape(states.shape) if self.alternates else more)
+
+
+@pytest.mark.parametrize("alternates", [True, False])
+def test_what_a_layer_adds_to_its_states_is_compared(
+    alternates: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of the states would hide it in the roundings of bf16."""
+    torch.manual_seed(0)
+    model, ids = Model(mean), torch.randint(50, (ROWS, LENGTH))
+    model.layer = layer = AddsInAnyOrder(alternates=alternates)
+    model.forward = lambda ids: checkpoint(layer, model.embedding(ids), use_reentrant=False).sum()
+    running = sliced(model.bfloat16(), slices_head=False).running((ids,), {}, lambda _: 3)
+    with caplog.at_level(logging.WARNING), running:
+        model(ids)
+    assert ("depends on other sequences" in caplog.text) == alternates
+
+
+def test_a_model_without_values_is_proven_by_shapes() -> None:
+    model = Model(lambda states: states).to("meta")
+    ids = torch.empty((ROWS, LENGTH), dtype=torch.long, device="meta")
+    running = sliced(model, slices_head=False).running((ids,), {}, lambda _: 3)
+    with running:
+        states, _ = checkpoint(model.layer, model.embedding(ids), use_reentrant=False)
+    assert states.shape == (ROWS, LENGTH, HIDDEN)
