@@ -9,6 +9,7 @@ takes random numbers.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memascend.errors import MemAscendError
 from memascend.slices.cut import BatchCut, CannotCut
 from memascend.slices.random_states import RandomState
+
+log = logging.getLogger(__name__)
 
 #: Largest difference of an output, relative to the norm of the part that a layer computes, in
 #: relative steps of its dtype. Kernels for other sizes round otherwise: a layer's roundings add up
@@ -30,6 +34,9 @@ STEPS = 16
 STEPS_OF_SUMS = 2
 #: The step of TF32, in which fp32 may be multiplied.
 STEP_MIN = 2.0**-10
+
+#: Errors of a layer that is not written for so few sequences, as one that squeezes a dimension.
+_OF_SIZES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 #: Why calls of one module cannot be cut, by their kinds of arguments and outputs; empty: they can.
 Reasons = dict[Any, str]
@@ -63,6 +70,26 @@ def _numbers(module: nn.Module) -> dict[str, int | float]:
     return {name: one for name, one in vars(module).items() if type(one) in (int, float)}
 
 
+def prove_if_fits(
+    module: nn.Module,
+    cut: BatchCut,
+    whole: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
+    compute: Callable[[BatchCut], Sequence[Any]],
+) -> None:
+    """Do as `prove`, or warn where memory for one sequence more than in a slice is not there."""
+    try:
+        prove(cut, whole, tensors, compute)
+    except torch.OutOfMemoryError:
+        if cut.rows[0] != (0, 1):
+            raise
+        log.warning(
+            "memascend: %s is not proven to compute each sequence by itself: device memory ran out "
+            "for the two sequences that prove it. Slices of one are used all the same",
+            type(module).__name__,
+        )
+
+
 def prove(
     cut: BatchCut,
     whole: Sequence[torch.Tensor | None],
@@ -85,7 +112,7 @@ def prove(
     other = dataclasses.replace(cut, rows=((0, rows),))
     before = RandomState(tensors)
     with before.restored(), torch.no_grad():
-        outputs = _uncompiled(compute)(other)
+        outputs = _outputs(compute, other)
         is_random = not RandomState(tensors).is_same(before)
     for one, output in zip(whole, outputs, strict=True):
         if one is None or output is None:
@@ -103,6 +130,17 @@ def prove(
         elif output.is_floating_point() and output.device.type != "meta":
             states = [other.part(0, given) for given in tensors if _can_be_added(given, one)]
             _check_values(part, output, states, _step(tensors, output))
+
+
+def _outputs(compute: Callable[[BatchCut], Sequence[Any]], cut: BatchCut) -> Sequence[Any]:
+    """Return the outputs of a slice; raise CannotCut if its size is an error in the layer."""
+    try:
+        return _uncompiled(compute)(cut)
+    except _OF_SIZES as error:
+        if isinstance(error, torch.OutOfMemoryError | MemAscendError):
+            raise
+        reason = f"{type(error).__name__} {error}".splitlines()[0].rstrip()
+        raise CannotCut(f"{cut.rows[0][1]} sequence(s) are an error in it, {reason}") from error
 
 
 def _check_order_is_known(output: torch.Tensor, rows: int) -> None:

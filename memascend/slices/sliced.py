@@ -8,6 +8,7 @@ them while a slice is differentiated, as in a reentrant checkpoint.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from memascend.slices.cut import BatchCut, CannotCut, Cut, Leaves, WholeCut
-from memascend.slices.proof import Proofs, prove
+from memascend.slices.proof import Proofs, prove_if_fits
 from memascend.slices.random_states import RandomState
 
 _NO_GRAPH = (
@@ -158,9 +159,10 @@ class SlicedCall:
         if not isinstance(self._cut, BatchCut) or self._cut.count == 1:
             return  # nothing to be proven
         detached = [tensor.detach() for tensor in tensors]
+        compute = functools.partial(self._call, 0, detached)
         try:
             with self._proofs.unchanged():
-                prove(self._cut, whole, tensors, lambda cut: self._call(0, detached, cut))
+                prove_if_fits(self._proofs.module, self._cut, whole, tensors, compute)
         except CannotCut as reason:
             self._proofs.reasons[kind] = str(reason)
             raise _OtherShape(*reason.args) from reason

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memascend.errors import ConfigError
 from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, gradients, sliced
 
 HIDDEN = 8
@@ -279,3 +280,76 @@ def test_a_model_without_values_is_proven_by_shapes() -> None:
     with running:
         states, _ = checkpoint(model.layer, model.embedding(ids), use_reentrant=False)
     assert states.shape == (ROWS, LENGTH, HIDDEN)
+
+
+class Refuses(nn.Module):
+    """Raises an error for so many sequences."""
+
+    def __init__(self, rows: int, error: Exception) -> None:
+        super().__init__()
+        self.linear, self.rows, self.error = nn.Linear(HIDDEN, HIDDEN), rows, error
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if len(states) == self.rows:
+            raise self.error
+        return torch.tanh(self.linear(states))
+
+
+def refusing(rows: int, error: Exception) -> tuple[Model, torch.Tensor]:
+    model, ids = Model(mean), torch.randint(50, (ROWS, LENGTH))
+    model.layer = layer = Refuses(rows, error)
+    model.forward = lambda ids: checkpoint(layer, model.embedding(ids), use_reentrant=False).sum()
+    return model, ids
+
+
+def test_a_size_that_is_an_error_keeps_a_layer_whole(
+    caplog: pytest.LogCaptureFixture, passes: list[Any]
+) -> None:
+    model, ids = refusing(1, RuntimeError("not one\nby itself"))
+    model(ids).backward()
+    expected = gradients(model)
+    runs = sliced(model, slices_head=False)
+    with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    assert (
+        "whole batch at once: 1 sequence(s) are an error in it, RuntimeError not one"
+        in (caplog.messages[0])
+    )
+    assert passes[-1] == ("forward", [0, 1, 2, 1])
+    loss.backward()
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("a weight")])
+def test_other_errors_in_a_proof_are_those_of_the_pass(error: Any) -> None:
+    model, ids = refusing(1, error)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with (
+        pytest.raises(type(error)),
+        sliced(model, slices_head=False).running((ids,), {}, lambda _: 3),
+    ):
+        model(ids)
+    assert torch.equal(torch.get_rng_state(), state)
+    model.layer.rows = 0
+    model(ids).backward()
+
+
+def test_a_proof_that_does_not_fit_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = refusing(2, torch.OutOfMemoryError("out of device memory"))
+    runs = sliced(model, slices_head=False)
+    for _ in range(2):  # and not tried again
+        with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda rows: rows):
+            model(ids).backward()
+    said = [one for one in caplog.messages if "head" not in one]
+    assert len(said) == 1
+    assert "Refuses is not proven to compute each sequence by itself" in said[0]
+
+
+def test_memory_that_runs_out_for_one_sequence_of_several_is_an_error() -> None:
+    model, ids = refusing(1, torch.OutOfMemoryError("out of device memory"))
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        sliced(model, slices_head=False).running((ids,), {}, lambda _: 3),
+    ):
+        model(ids)

@@ -41,13 +41,19 @@ class HeldParameters:
         outer = self._held, self._asked, self._kept, self._number, self._others
         self._held, self._asked, self._others = frozenset(map(id, params)), [], set()
         self._kept, self._number = set(), 0
+        depth = len(parameter_offload.FWD_MODULE_STACK)
         try:
-            yield functools.partial(setattr, self, "_number")
+            yield functools.partial(self._begin_slice, depth)
         finally:
+            _leave_modules(depth)
             asked = self._asked
             self._held, self._asked, self._kept, self._number, self._others = outer
             for release, coordinator, arguments in asked:
                 release(coordinator, *arguments)
+
+    def _begin_slice(self, depth: int, number: int) -> None:
+        _leave_modules(depth)
+        self._number = number
 
     def keeps(self, release: Release, coordinator: Any, param: Any, *rest: Any) -> bool:
         """Return whether a parameter is held; it is released later then."""
@@ -79,6 +85,12 @@ class HeldParameters:
     def others(self) -> set[str]:
         """Return the classes of modules that ran with trained parameters that are not held."""
         return self._others
+
+
+def _leave_modules(depth: int) -> None:
+    """Remove the modules that an error in a slice has left on DeepSpeed's stack."""
+    while len(parameter_offload.FWD_MODULE_STACK) > depth:
+        parameter_offload.FWD_MODULE_STACK.pop()
 
 
 def _refuse_late_gather(module: nn.Module, params: list[Any]) -> None:

@@ -100,3 +100,17 @@ def test_several_ranks_gather_nothing_in_later_slices(
             return
         with pytest.raises(ConfigError, match=r"Module \(in HeldParameters > list\).*leaf_module"):
             held.hides(Module(2, late))
+
+
+def test_modules_that_an_error_leaves_on_deepspeeds_stack_are_removed(held: Any) -> None:
+    """Parameters that another module reads would be registered as theirs."""
+    from memascend.deepspeed.slices.held import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    before = list(stack)
+    with held.holding([]) as begin_slice:
+        stack.append("a module in a slice that fails")
+        begin_slice(1)
+        assert stack == before
+        stack.append("another one")
+    assert stack == before
