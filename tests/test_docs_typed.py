@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import venv
@@ -344,7 +343,8 @@ def called(*arguments: str, text: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working folder of a command, with the files that pages say are there."""
-    shutil.copyfile(ROOT / "configs" / "recipes" / "trainer.json", tmp_path / "ds.json")
+    recipe = (ROOT / "configs" / "recipes" / "trainer.json").read_text("utf-8")
+    (tmp_path / "ds.json").write_text(recipe.replace("/mnt/ssd/swap", str(tmp_path)))
     statuses.write(tmp_path / "runs", statuses.status(phase=FINISHED))
     monkeypatch.setattr(runs, "default_root", lambda: tmp_path / "runs")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

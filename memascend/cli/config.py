@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +61,14 @@ def config_command(args: argparse.Namespace) -> int:
     """Print the JSON and return the exit status.
 
     Raises:
-        ConfigError: The path is no folder, or in memory; or the machine has too little memory.
+        ConfigError: The path is no folder that may be written, or in memory; or the machine has
+            too little memory.
     """
     path: Path = args.nvme_path
     if str(path) == JOB_FOLDER:
         print(json.dumps(config_for(JOB_FOLDER, LIMIT_SHARE, caller=args.caller), indent=2))
         return 0
-    if not path.is_dir():
-        raise ConfigError(f"--nvme-path {path} is not a folder. Create it: mkdir -p {path}")
+    _check_folder(path)
     if (kind := filesystem_of(path)) in IN_MEMORY:
         raise ConfigError(
             f"--nvme-path {path} is on {kind}, which is host memory. Name a folder on an SSD"
@@ -84,6 +86,22 @@ def config_command(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _check_folder(path: Path) -> None:
+    """Write a file without a name, as a run does, where permissions and mounts may not let it."""
+    if not os.path.exists(path):
+        raise ConfigError(f"--nvme-path {path} does not exist. Create it: mkdir -p {path}")
+    if not os.path.isdir(path):
+        raise ConfigError(f"--nvme-path {path} is not a folder. Name a folder on an SSD")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--nvme-path {path}: no file can be made there: {error.strerror}. Name a folder on an "
+            f"SSD that this user may write to, or give it this one: chown $USER {path}"
+        ) from error
 
 
 def recommended_limit(total_bytes: int, ranks: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from memascend.base.json_text import read_json_object
+from memascend.cli.plan_accounts import volume_paths_of
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
@@ -18,7 +20,7 @@ def check_file(path: Path) -> tuple[str, str, str]:
     """Return (state, finding, remedy) of a file: state as a doctor's Check has it.
 
     "problem" if a run would refuse it; "note" if it would refuse it for most models, or if
-    gradient_clipping would divide Muon's updates.
+    gradient_clipping would divide Muon's updates, or weights are fp32.
     """
     try:
         ds_config = read_json_object(path)
@@ -36,4 +38,18 @@ def check_file(path: Path) -> tuple[str, str, str]:
     if advice := advise_muon(None, settings):
         found, _, remedy = advice.partition(". ")
         return "note", found, remedy
+    if settings.precision == "fp32" and not settings.torch_autocast.enabled:
+        found = f"{path}: neither bf16 nor fp16: weights of 4 bytes, which move twice the bytes"
+        return "note", found, 'add "bf16": {"enabled": true} if fp32 is not meant'
     return "ok", f"{path}: no setting is refused", ""
+
+
+def folder_of(path: Path) -> Path | None:
+    """Return the first folder on a drive that a JSON names; None without one."""
+    with contextlib.suppress(ConfigError):
+        ds_config = read_json_object(path)
+        block = active_config(ds_config)
+        if block is not None:
+            paths = map(Path, volume_paths_of(parse_deepspeed(ds_config), block))
+            return next((one for one in paths if not one.is_block_device()), None)
+    return None

@@ -28,7 +28,7 @@ from typing import Any
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.cli.check import Check, print_findings
-from memascend.cli.config_check import check_file
+from memascend.cli.config_check import check_file, folder_of
 from memascend.cli.doctor_packages import (
     TOOLKIT_FIX,
     check_deepspeed,
@@ -68,7 +68,9 @@ def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument(
-        "--path", type=Path, default=Path(), help="folder on the drive to offload to (default: .)"
+        "--path",
+        type=Path,
+        help="folder on the drive to offload to (default: that of --config, else .)",
     )
     parser.add_argument("--config", type=Path, help="a DeepSpeed JSON to check as well")
     parser.set_defaults(run=doctor_command)
@@ -77,7 +79,7 @@ def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def doctor_command(args: argparse.Namespace) -> int:
     """Run every check, print them, and return the exit status."""
     checks = [Check("config", *check_file(args.config))] if args.config else []
-    checks += examine(args.path)
+    checks += examine(args.path or (args.config and folder_of(args.config)) or Path())
     is_healthy = all(check.state != "problem" for check in checks)
     if args.json:
         found = {"healthy": is_healthy, "checks": [asdict(check) for check in checks]}
@@ -255,10 +257,18 @@ def _device() -> Check:
             accelerator = get_accelerator()
             device = device_of(accelerator)
             if not device.registers:
-                return Check("device", "ok", f"{accelerator.device_name()}: memory of the host")
+                return _host_as_device(accelerator.device_name())
             return _registration(accelerator.current_device_name(), device.registrar)
     except Exception as error:
         return Check("device", "note", f"cannot be asked: {error}", "see the checks above")
+
+
+def _host_as_device(device_name: str) -> Check:
+    if os.environ.get("DS_ACCELERATOR") == device_name:
+        return Check("device", "ok", f"{device_name}: memory of the host")
+    found = f"{device_name}: torch {importlib.metadata.version('torch')} finds no GPU here"
+    fix = "with a GPU: its driver, and a build of torch for it (python -m torch.utils.collect_env)"
+    return Check("device", "note", found, fix)
 
 
 def _registration(device_name: str, registrar: Registrar | None) -> Check:

@@ -91,6 +91,11 @@ def test_a_missing_folder_and_one_in_memory_are_refused(
 ) -> None:
     assert main(["config", "--nvme-path", str(tmp_path / "nosuch")]) == 1
     assert "mkdir -p" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["config", "--nvme-path", str(tmp_path / "file")]) == 1
+    assert "mkdir" not in capsys.readouterr().err
+    assert main(["config", "--nvme-path", "/proc"]) == 1  # root may write everywhere else
+    assert "no file can be made there" in capsys.readouterr().err
     monkeypatch.setattr(config, "filesystem_of", lambda path: "tmpfs")
     assert main(["config", "--nvme-path", str(tmp_path)]) == 1
     assert "is on tmpfs, which is host memory" in capsys.readouterr().err

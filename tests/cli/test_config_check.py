@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memascend.cli import doctor
-from memascend.cli.config_check import check_file
+from memascend.cli.config_check import check_file, folder_of
 from memascend.cli.main import main
 from memascend.config import installed
 
@@ -17,7 +17,8 @@ from memascend.config import installed
 def check(ds_config: dict[str, Any], folder: Path) -> tuple[str, str, str]:
     file = folder / "ds.json"
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}
-    file.write_text(json.dumps({"zero_optimization": zero, "memascend": {}} | ds_config))
+    rest = {"zero_optimization": zero, "bf16": {"enabled": True}, "memascend": {}}
+    file.write_text(json.dumps(rest | ds_config))
     return check_file(file)
 
 
@@ -98,6 +99,39 @@ def test_the_doctor_checks_a_config_that_is_named(
     assert (row["name"], row["state"]) == ("config", "problem")
     assert "none.json" in row["found"]
     assert main(["doctor", "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("halves", "state"),
+    [
+        ({"bf16": {"enabled": False}}, "note"),
+        ({"bf16": {"enabled": "auto"}}, "ok"),
+        ({"bf16": {}, "fp16": {"enabled": True}}, "ok"),
+        ({"bf16": {}, "torch_autocast": {"enabled": True}}, "ok"),
+    ],
+)
+def test_weights_of_four_bytes_are_noted(
+    tmp_path: Path, halves: dict[str, Any], state: str
+) -> None:
+    found, text, remedy = check(halves, tmp_path)
+    assert found == state
+    assert (
+        ("twice the bytes" in text) == ('"bf16": {"enabled": true}' in remedy) == (state == "note")
+    )
+
+
+def test_the_drive_that_a_config_names_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+    monkeypatch.setattr(doctor, "examine", lambda path: tried.append(path) or [])
+    check({}, tmp_path)  # writes the file
+    for options in ([], ["--config", str(tmp_path / "ds.json")], ["--path", str(tmp_path)]):
+        main(["doctor", "--json", *options])
+    assert tried == [Path(), Path("/mnt"), tmp_path]
+    monkeypatch.setattr(Path, "is_block_device", lambda path: True)
+    assert folder_of(tmp_path / "ds.json") is None
+    assert folder_of(tmp_path / "nosuch.json") is None
 
 
 def test_a_file_that_is_missing_is_not_to_be_changed(tmp_path: Path) -> None:

@@ -34,3 +34,18 @@ def test_a_device_that_cannot_be_asked_is_a_note(monkeypatch: pytest.MonkeyPatch
     check = doctor._device()
     assert (check.name, check.state) == ("device", "note")
     assert check.fix
+
+
+def test_a_torch_that_finds_no_gpu_is_a_note_unless_the_cpu_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = pytest.importorskip("deepspeed.accelerator")
+    cpu = pytest.importorskip("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
+    monkeypatch.setattr(real, "get_accelerator", lambda: cpu)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    check = doctor._device()
+    assert check.state == "note"
+    assert "finds no GPU" in check.found
+    assert "driver" in check.fix
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert doctor._device() == doctor.Check("device", "ok", "cpu: memory of the host")

@@ -54,7 +54,7 @@ def test_the_answer_comes_first_and_is_five_labelled_lines(
     assert labels == ["fits", "drive", "save", "step", "wear"]
     text = " ".join(" ".join(lines).split())
     assert "fits yes: host memory 3.74 GiB of 32.00 GiB, drive space 106.80 GiB of 1024" in text
-    assert "36,864 tokens (9 x 4096), at most 192 tokens/s" in text
+    assert "36,864 tokens (largest batch 9 x 4096), at most 192 tokens/s" in text
     assert "1000 steps write 115 TB, 10% of the 1,200 TB that a 2 TB drive" in text
     assert "; 3,111 GB per million tokens" in text  # 115 TB / 36.864 million
 
