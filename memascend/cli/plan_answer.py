@@ -162,14 +162,14 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
     have = {HOST: machine.memory_bytes, DRIVE: machine.free_bytes}
     on_device: dict[str, int] = {}
     sequences, length, activation_bytes = 0, args.context or TABLE_CONTEXT, 0
-    is_largest = False
+    is_largest = args.context is None and not accounts.settings.micro_batch(args.world)
     why_no_gpu = "" if machine.device_bytes else "no GPU counted (--device-memory 24GiB counts one)"
     try:
         # An update of Muon that is made beside activations.
         is_early = plan.request.during_backward
         update_bytes = muon.update_bytes(accounts.shapes, plan.request) if is_early else 0
         room_bytes = machine.device_bytes and max(0, machine.device_bytes - update_bytes)
-        sequences, is_largest, micro_step = _micro_step(accounts, room_bytes, args)
+        sequences, micro_step = _micro_step(accounts, room_bytes, args)
         activation_bytes = micro_step.drive_bytes if sequences else 0
         on_device[GPU] = micro_step.device_bytes + update_bytes
         have[GPU] = machine.device_bytes
@@ -241,8 +241,8 @@ def _second_bytes(plan: Plan, machine: Machine, ranks: int) -> int:
 
 def _micro_step(
     accounts: Accounts, device_bytes: int | None, args: argparse.Namespace
-) -> tuple[int, bool, ContextPlan]:
-    """Return the sequences of a micro-step, whether more do not fit, and its memory.
+) -> tuple[int, ContextPlan]:
+    """Return the sequences of a micro-step, and its memory.
 
     Without --context it is that of the JSON, else the largest batch that fits, of a common length;
     0 if none is known to.
@@ -252,25 +252,22 @@ def _micro_step(
     training = training_of(accounts, args)
     way = OURS_CHECKPOINTS if accounts.block.activations.enabled else OURS_ON_DEVICE
     count, length = args.batch, args.context or TABLE_CONTEXT
-    is_largest = False
     is_sliced = training.micro_batches is not None
     tokens_of = slice_tokens_of(training, context=length) if is_sliced else None
     if args.context is None:
         count = accounts.settings.micro_batch(args.world)
         if not count and device_bytes is not None:
-            is_largest = True
             room = Room(device_bytes=device_bytes)
             count = fit(
                 training, way, room=room, unit_tokens=length, slice_tokens_of=tokens_of
             ).count
     sequences = max(1, count)
-    micro_step = training.plan(
+    return count, training.plan(
         way,
         sequences * length,
         slice_tokens=None if tokens_of is None else tokens_of(sequences),
         device_bytes=device_bytes or 0,
     )
-    return count, is_largest, micro_step
 
 
 def print_answer(

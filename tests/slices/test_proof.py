@@ -83,12 +83,17 @@ def mean(states: torch.Tensor) -> torch.Tensor:
 def test_outputs_that_are_no_parts_of_the_batchs_keep_a_layer_whole(
     more: Any, count: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    compare_with_the_whole(more, count, caplog)
+    assert re.search(reason, caplog.text), caplog.text
+
+
+def compare_with_the_whole(more: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Train the layer in slices and whole, keeping warnings of the first: losses and gradients."""
     torch.manual_seed(0)
     model = Model(more)
     loss, expected = trained(model, 0)
     with caplog.at_level(logging.WARNING):
         found_loss, found = trained(model, count)
-    assert re.search(reason, caplog.text), caplog.text
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
 
@@ -110,14 +115,8 @@ def attention(states: torch.Tensor) -> torch.Tensor:
 def test_outputs_of_tokens_and_sequences_are_put_together(
     more: Any, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
-    model = Model(more)
-    loss, expected = trained(model, 0)
-    with caplog.at_level(logging.WARNING):
-        found_loss, found = trained(model, count)
+    compare_with_the_whole(more, count, caplog)
     assert caplog.text == ""
-    assert found_loss == pytest.approx(loss, rel=1e-6)
-    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
