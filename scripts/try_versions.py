@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where environments are made")
     parser.add_argument("--keep", action="store_true", help="environments, for the next time")
     parser.add_argument("--list", action="store_true", help="the names of rows, and try none")
-    parser.add_argument("word", nargs="*", help="only rows whose names contain one of these")
+    parser.add_argument("word", nargs="*", help="a row's whole name, or a part of names")
     args = parser.parse_args(arguments)
     rows = chosen(args.word)
     if args.list or not rows:
@@ -183,8 +183,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(words: Sequence[str]) -> list[Row]:
-    """Returns the rows whose names contain one of the words; all without words."""
-    return [row for row in ROWS if not words or any(word in row.name for word in words)]
+    """Returns the rows whose names contain a word; a whole name is its row alone. All without."""
+    names = {row.name for row in ROWS}
+    alone, parts = set(words) & names, set(words) - names
+    return [
+        row
+        for row in ROWS
+        if not words or row.name in alone or any(part in row.name for part in parts)
+    ]
 
 
 def try_rows(rows: Sequence[Row], folder: Path) -> Iterator[tuple[Row, Found]]:

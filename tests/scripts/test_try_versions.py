@@ -82,6 +82,17 @@ def test_words_choose_rows(script: ModuleType, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_a_whole_name_chooses_its_row_alone(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [row.name for row in script.ROWS]
+    [short] = (name for name in names if f"{name}-python-3.12" in names)
+    assert script.main(["--list", short, "torch-2.5.0"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed[0] == short
+    assert ["torch-2.5.0" in name for name in printed] == [False, True]
+
+
 def test_a_word_of_no_row_tries_nothing(script: ModuleType, tmp_path: Path) -> None:
     assert script.main(["--folder", str(tmp_path / "new"), "torch-1.0"]) == 1
     assert not (tmp_path / "new").exists()
