@@ -122,22 +122,26 @@ def answer(*, model: str = "Qwen/Qwen3-8B") -> str:
 
 def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
     """Return time, wear and drive space of the README's commands, with config's limit."""
-    found = json.loads(printed("plan", model, "--limit", f"{limit_gib}GiB", *_MACHINE, "--json"))[
-        "answer"
-    ]
+    found, without = (
+        json.loads(printed("plan", model, *limit, *_MACHINE, "--json"))["answer"]
+        for limit in (("--limit", f"{limit_gib}GiB"), ())
+    )
     if not found["fits"]:
         raise SystemExit(f"README's {model} does not fit its machine: {found['lacking']}")
     names = ("drive", "checkpoint", "model")
     run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
     text = (
         f"{model.rpartition('/')[2]} fits a GPU of 24 GiB, 32 GiB of RAM and a 2 TB SSD: memascend "
-        f"takes {limit_gib} GiB of RAM, {found['needed'][HOST] / GIB:.0f} with Python and torch, "
-        f"and a step {found['step_seconds']:.0f} s of the SSD's time; {WEAR_STEPS} steps write "
+        f"takes {limit_gib} GiB of RAM, most of it as a cache, {found['needed'][HOST] / GIB:.0f} "
+        f"with Python and torch, and a step {found['step_seconds']:.0f} s of the SSD's time ("
+        f"{without['step_seconds']:.0f} s without this cache, as in the table below); {WEAR_STEPS} "
+        "steps write "
         f"{WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB. The SSD needs room for "
         f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
-        f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model."
+        f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model; "
+        f"the download of the model takes {saved:.0f} where the Hub's cache is."
     )
-    return textwrap.fill(text, width=130)
+    return textwrap.fill(text, width=150)
 
 
 def larger_batch(*, model: str = "Qwen/Qwen3-8B") -> str:

@@ -1,4 +1,4 @@
-"""The model of `memascend plan`: a built-in name, or a path.
+"""The model of `memascend plan`: a path, a name on the Hub, or a built-in name.
 
 A config.json of an architecture that is not built in is read by transformers where that is
 installed: the model is built on the meta device, without weights.
@@ -27,12 +27,17 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModel",
 )
+#: An owner and a model, as on the Hub.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 #: Keys of numbers of modules, each of which transformers makes.
 _COUNT = re.compile("(^|_)(layers?|experts)$")
 
 
 def find_model(name: str) -> ModelShapes:
-    """Return the shapes of a model, from a path or the name of a built-in model.
+    """Return the shapes of a model, from a path, the Hub's cache, or the built-in models.
+
+    A name on the Hub is that of its cached config.json, which is exact; nothing is downloaded. If
+    none is cached, it counts as the built-in model of that name, which is then shown beside it.
 
     Raises:
         ConfigError: No such path or model, or it cannot be read.
@@ -49,7 +54,27 @@ def find_model(name: str) -> ModelShapes:
     if path.is_file():
         is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
         return read_config(path) if is_config else from_safetensors(path)
-    return builtin(name)
+    cached = _cached_config(name)
+    if cached is not None:
+        return dataclasses.replace(read_config(cached), name=name)
+    found = builtin(name)
+    source = "/".join((found.config or {})["source"].split("/")[3:5])
+    if name.lower() in (found.name.lower(), source.lower()):
+        return found
+    return dataclasses.replace(found, name=f"{name} (as {found.name})")
+
+
+def _cached_config(name: str) -> Path | None:
+    """Return the config.json of a model that the Hub's library has in its cache, else None."""
+    if not _HUB_NAME.fullmatch(name) or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name that the Hub allows
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def read_config(path: Path) -> ModelShapes:

@@ -212,9 +212,11 @@ def builtin(name: str) -> ModelShapes:
     if found is None:
         near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
+        owner = "" if "/" in name else "OWNER/"
         raise ConfigError(
-            f"no built-in model {name!r}.{hint} Give the path of a config.json, or of a "
-            f".safetensors file, index or folder, or one of {', '.join(known.values())}"
+            f"no built-in model {name!r}.{hint} `hf download {owner}{name} config.json` makes a "
+            "name on the Hub known. Else give the path of a config.json, or of a .safetensors "
+            f"file, index or folder, or one of {', '.join(known.values())}"
         )
     file = resources.files("memascend.plan") / "models" / f"{found}.json"
     text = file.read_text("utf-8")

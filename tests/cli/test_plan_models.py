@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,53 @@ def test_a_known_family_needs_no_transformers(
     assert shapes.name == "mine"
     with pytest.raises(ConfigError, match="num_hidden_layers must be"):
         find_model(str(write(tmp_path, {"model_type": "llama", **SMALL, "num_hidden_layers": 0})))
+
+
+def cache(folder: Path, name: str, content: dict[str, Any]) -> None:
+    """Lay out a model as the Hub's library does: one snapshot, which the branch main names."""
+    model = folder / f"models--{name.replace('/', '--')}"
+    for part in ("refs", "snapshots/1"):
+        (model / part).mkdir(parents=True)
+    (model / "refs" / "main").write_text("1", encoding="utf-8")
+    write(model / "snapshots" / "1", content)
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache_before_a_built_in_model_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    small = {"model_type": "llama", **SMALL}
+    for name in ("me/my-own", "me/Qwen3-8B"):
+        cache(tmp_path, name, small)
+        found = find_model(name)
+        assert (found.name, found.config) == (name, small)
+    assert find_model("Qwen/Qwen3-8B").name == "Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("qwen3-8b", "Qwen3-8B"),
+        ("mistralai/Mixtral-8x7B-v0.1", "Mixtral-8x7B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base (as Qwen3-8B)"),
+        ("me/Qwen3-8B", "me/Qwen3-8B (as Qwen3-8B)"),
+    ],
+)
+def test_another_model_than_the_built_in_one_is_shown_beside_it(
+    name: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert find_model(name).name == shown
+
+
+@pytest.mark.parametrize("name", ["google/gemma-2-9b", "me/--", "me/no..model"])
+def test_a_name_that_is_neither_cached_nor_built_in_gets_the_command_that_fetches_it(
+    name: str,
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"`hf download {name} config.json`")):
+        find_model(name)
+    with pytest.raises(ConfigError, match=r"`hf download OWNER/gemma-2-9b config\.json`"):
+        find_model("gemma-2-9b")
