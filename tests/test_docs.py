@@ -37,7 +37,6 @@ SOURCE_FOLDERS = (
     "tests",
 )
 OF_COMMANDS = ("base/json_text.py", "checkpoint/to_universal.py", "cli/", "monitor/", "plan/")
-SHORT_NAMES = {"zero.": "deepspeed.runtime.zero.", "swap.": "deepspeed.runtime.swap_tensor."}
 
 
 def anchors(path: Path) -> set[str]:
@@ -46,16 +45,31 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def first_column(heading: str, column: int) -> set[str]:
-    """Return the code in a column of the table below a heading of SEAMS.md, names in full."""
+def first_column(text: str) -> list[str]:
+    """Return the code in the first column of a text's tables."""
+    cells = re.findall(r"^\|([^|]+)\|", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def short_names() -> dict[str, str]:
+    """Return the full name of each short one, by the first table of SEAMS.md."""
+    table = read(SEAMS_PAGE).partition("\n## ")[0]
+    second = re.findall(r"^\|[^|]+\|([^|]+)\|", table, re.MULTILINE)
+    full = [name for cell in second for name in re.findall(r"`([^`]+)`", cell)]
+    return dict(zip(first_column(table), full, strict=True))
+
+
+def in_full(name: str) -> str:
+    """Return a name of SEAMS.md with its short beginning replaced."""
+    begin, dot, rest = name.partition(".")
+    return in_full(short_names()[begin] + dot + rest) if begin in short_names() else name
+
+
+def names_below(heading: str) -> set[str]:
+    """Return the names in full of the table below a heading of SEAMS.md."""
     section = read(SEAMS_PAGE).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line.split("|")[column] for line in section.splitlines() if line.startswith("|")]
-    names = [match.group(1) for row in rows if (match := re.search(r"`([^`]+)`", row))]
-    for short, full in SHORT_NAMES.items():
-        names = [
-            full + name.removeprefix(short) if name.startswith(short) else name for name in names
-        ]
-    assert len(names) == len(set(names)), f"a row twice below {heading}"
+    names = [*map(in_full, first_column(section))]
+    assert len(names) == len(set(names)), f"a name twice below {heading}"
     return set(names)
 
 
@@ -212,15 +226,15 @@ def test_a_page_for_newcomers_stays_short(document: Path) -> None:
 
 
 def test_the_seams_page_has_a_row_for_each_seam() -> None:
-    assert first_column("Replaced", 2) == {f"{s.module}.{s.attribute}" for s in SEAMS}
+    assert names_below("Replaced") == {f"{s.module}.{s.attribute}" for s in SEAMS}
 
 
 def test_the_seams_page_has_a_row_for_each_watched_definition() -> None:
-    assert first_column("Watched", 1) == {f"{module}.{name}" for module, name in WATCHED}
+    assert names_below("Watched") == {f"{module}.{name}" for module, name in WATCHED}
 
 
 def test_the_seams_page_has_what_is_wrapped_of_transformers() -> None:
-    assert first_column("transformers", 1) == {
+    assert names_below("transformers") == {
         *transformers_seams.WRAPPERS,
         *transformers_seams.BY_NAME,
         transformers_seams.CONVERT[1],
