@@ -43,7 +43,7 @@ GPU_TFLOPS = 50
 OPERATIONS = 8
 #: Keys without which there is no such thing; others are chosen at the start.
 ABSENT = {"report", "micro_batches", "endurance", "write_budget"}
-KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+KINDS = {int: "integer", float: "number", str: "text", bool: "true, false"}
 UNITS = ((1 << 60, "EiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 

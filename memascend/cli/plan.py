@@ -159,11 +159,11 @@ def plan_command(args: argparse.Namespace) -> int:
 
 def cells_of(rows: list[Accounts]) -> list[list[str]]:
     """Return the table of docs/memory.md, titles first: peak host memory of one rank in GiB."""
-    titles = ["model", "parameters", "stock", "tuned stock", "four pieces", "memascend"]
+    titles = ["model", "billion parameters", "stock", "tuned stock", "four pieces", "memascend"]
     titles += ["less than tuned stock", "on the drive"]
     table = [titles]
     for row in sorted(rows, key=lambda row: row.shapes.numel):
-        cells = [row.shapes.name, f"{row.shapes.numel / BILLION:.1f} billion"]
+        cells = [row.shapes.name, f"{row.shapes.numel / BILLION:.1f}"]
         for plan in (row.stock, row.tuned, row.four_pieces):
             cells.append(f"{plan.peak_bytes / GIB:.1f}")
         cells += [f"**{row.memascend.peak_bytes / GIB:.1f}**", _saved(row.memascend, row.tuned)]

@@ -212,14 +212,14 @@ def fit_cells(training_of_model: Callable[[ModelShapes], Training], args: Any) -
     A memory size on the command line replaces those of the table.
     """
     context = args.context or TABLE_CONTEXT
-    table = [["model", "device", "host", *(way.title for way in TABLE_WAYS)]]
+    table = [["model", "device, GiB", "host, GiB", *(way.title for way in TABLE_WAYS)]]
     device, host = device_bytes_of(args), host_bytes_of(args)
     for name in TABLE_MODELS:
         training = training_of_model(builtin(name))
         for device_bytes in TABLE_DEVICES if device is None else (device,):
             for host_bytes in TABLE_HOSTS if host is None else (host,):
                 room = Room(device_bytes=device_bytes, host_bytes=host_bytes)
-                sizes = [f"{nbytes / GIB:g} GiB" for nbytes in (device_bytes, host_bytes)]
+                sizes = [f"{nbytes / GIB:g}" for nbytes in (device_bytes, host_bytes)]
                 cells = [_cell(training, way, room, args.batch, context) for way in TABLE_WAYS]
                 table.append([name, *sizes, *cells])
     return table

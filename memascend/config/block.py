@@ -31,7 +31,7 @@ class AllocatorConfig(Section):
 
     enabled: bool = Field(True, description="off: torch's pinned memory, as stock uses it")
     huge_pages: Literal["explicit", "transparent", "off"] | None = Field(
-        None, description="left out: explicit ones where free, else transparent"
+        None, description="left out: explicit where free, else transparent"
     )
     page_lock: bool | None = Field(
         None, description="left out: DeepSpeed's pin_memory, and only where memlock allows"
@@ -46,7 +46,7 @@ class BufferPoolConfig(Section):
         None,
         ge=0,
         le=1 << 60,
-        description="parameters read ahead; left out: two of the largest layer tensors",
+        description="parameters read ahead; left out: twice the largest tensor of a layer",
     )
 
 
@@ -80,8 +80,8 @@ class GradientStreamConfig(Section):
         None,
         ge=0,
         le=1 << 60,
-        description="gradients that wait on the device for the drive while backward goes on; left "
-        "out: those of one layer, at most 512 MiB; 0: backward waits",
+        description="gradients that wait on the device for the drive during backward; left out: "
+        "those of one layer, at most 512 MiB; 0: backward waits",
     )
 
 
@@ -94,12 +94,10 @@ class OptimizerStreamConfig(Section):
     )
     during_backward: bool | Annotated[Literal["auto"], BeforeValidator(_null_is_auto)] = Field(
         "auto",
-        description="the step begins during backward; takes drive space for a second copy of all "
-        "values that it changes. Automatic: where the run's own times show that it pays, and the "
-        "drive has room for the copy and for a checkpoint; it never uses gradients up. `null` is "
-        "the same, since accelerate refuses the word. true: always, with Muon with one rank and no "
-        "clipping alone; without clipping it uses gradients up, with clipping it is a guess, and a "
-        "norm above the limit makes it void",
+        description="the step begins during backward, and takes drive space for a second copy of "
+        "all values that it changes. auto (`null` where accelerate refuses the word): if the run's "
+        "own times show that it pays, and the drive has room. true: always (Muon: only with one "
+        "rank and no clipping); uses gradients up without clipping, guesses with it",
     )
     tile_bytes: Nbytes | None = Field(
         None,
@@ -109,25 +107,24 @@ class OptimizerStreamConfig(Section):
     )
     fused: bool = Field(
         True,
-        description="off: DeepSpeedCPUAdam steps a tile itself, with passes before and after, and "
-        "Muon's updates are written and read again, also without clipping",
+        description="off: DeepSpeedCPUAdam steps a tile, with passes before and after; Muon's "
+        "updates are written and read again, also without clipping",
     )
     split_master: bool = Field(
         True,
-        description="master weights of bf16 parameters are stored as the 16 bits that these lack; "
-        "exact, and 2 bytes less written per parameter. off: in fp32, beside them",
+        description="store only the 16 bits of master weights that bf16 parameters lack; exact, "
+        "2 bytes less written per parameter. off: in fp32, beside them",
     )
     state_dtype: Literal["fp32", "bf16", "int8", "int8/bf16"] = Field(
         "fp32",
-        description="form of Adam's two moments on the drive (int8: of Muon's momentum, too), and "
-        "losses that differ from fp32. "
-        "bf16: 8 bytes less traffic per parameter in a step. int8: codes of 8 bits, 12 bytes less; "
-        "int8/bf16: the second one in bf16, 10 less",
+        description="form of Adam's two moments on the drive (int8: of Muon's momentum, too); all "
+        "but fp32 change losses. Traffic per parameter and step: bf16 8 bytes less; int8 (codes of "
+        "8 bits) 12; int8/bf16 (the second moment in bf16) 10",
     )
     master_dtype: Literal["fp32", "bf16+8"] = Field(
         "fp32",
         description="form of master weights on the drive. bf16+8: 8 bits beside the bf16 "
-        "parameter, 2 bytes less traffic per parameter in a step; losses differ from fp32",
+        "parameter, 2 bytes less traffic per parameter and step; changes losses",
     )
 
 
@@ -153,8 +150,7 @@ class ActivationConfig(Section):
         0,
         ge=0,
         le=1 << 60,
-        description="saved activations that stay on the device: those that backward needs first. "
-        "More means less traffic",
+        description="saved activations that stay on the device, those needed first",
     )
     min_bytes: Nbytes = Field(
         1 << 20, ge=1, le=1 << 60, description="smaller tensors stay on the device"
@@ -171,19 +167,19 @@ class MicroBatchConfig(Section):
 
     count: Literal["auto"] | Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         None,
-        description="slices of a batch, each at least one sequence; left out without `sequences`: "
-        'the fewest that fit the device. `"auto"` is the same, but accelerate refuses the word',
+        description="slices of a batch, each at least one sequence; without `sequences` left out "
+        'or `"auto"` (accelerate refuses the word): the fewest that fit the device',
     )
     sequences: int | None = Field(
         None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"
     )
     reduction: Literal["pass", "slice"] = Field(
         "pass",
-        description="ranks reduce gradients once in a pass; `slice`: slice by slice, which has the "
-        "bits of as many micro-steps on several ranks",
+        description="pass: ranks reduce gradients once; slice: after each slice, with the bits of "
+        "as many micro-steps",
     )
     head: bool = Field(
-        True, description="off: the head computes the whole batch, and its logits can be read"
+        True, description="off: the head computes the whole batch; its logits can be read"
     )
 
     @model_validator(mode="after")
@@ -209,25 +205,25 @@ class MicroBatchConfig(Section):
 
 
 class HeapConfig(Section):
-    """With glibc's malloc the memory of tensors that torch and DeepSpeed have freed goes back."""
+    """With glibc, memory that torch and DeepSpeed have freed goes back to the system."""
 
     enabled: bool = Field(True, description="off: malloc keeps freed memory as usual")
     mapped_bytes_min: Nbytes = Field(
         256 << 10,
         ge=16 << 10,
         le=32 << 20,
-        description="allocations of this size or larger go back to the system when they are freed",
+        description="freed allocations of at least this size go back to the system",
     )
 
 
 class WearConfig(Section):
-    """Limits on the bytes that all ranks of this machine together write to the drives."""
+    """Limits on the bytes that all ranks of a machine write to the drives."""
 
     endurance: Nbytes | None = Field(
         None,
         ge=1,
         le=1 << 60,
-        description="bytes that the drives may still be written; the report shows the rest",
+        description="bytes that the drives may still be written",
     )
     write_budget: Nbytes | None = Field(
         None, ge=1, le=1 << 60, description="bytes this run may write; left out: no limit"
@@ -242,8 +238,8 @@ class CheckpointConfig(Section):
 
     portable: bool = Field(
         True,
-        description="optimizer states in `*_optim_states.pt` too, as `ds_to_universal.py` and CPU "
-        "offload expect; with Adam 8 more bytes per parameter",
+        description="optimizer states in `*_optim_states.pt` too, for `ds_to_universal.py` and CPU "
+        "offload; with Adam 8 more bytes per parameter",
     )
 
 
@@ -253,18 +249,18 @@ class MemAscendConfig(Section):
     enabled: bool = Field(True, description="off: stock DeepSpeed, untouched")
     host_memory_limit: int | float | str | None = Field(
         None,
-        description='per rank: bytes, "6GiB", or a fraction of the total memory; left out: as much '
-        "as the plan needs, at most half of the free memory",
+        description='per rank: bytes, "6GiB", or a fraction of total memory; left out: as the plan '
+        "needs, at most half of free memory",
     )
     report: PathText | None = Field(
         None,
-        description="file for the ledger as JSON, written by rank 0 at the end; the first rank of "
-        "every other machine writes one beside it, such as `report.rank8.json`",
+        description="file for the ledger as JSON, written by rank 0 at the end; other machines' "
+        "first ranks write one beside it, such as `report.rank8.json`",
     )
     status: bool | Annotated[PathText, Field(min_length=1)] = Field(
         True,
-        description="folder of the status that `memascend monitor` shows; true: "
-        "`/tmp/memascend-UID`; false: no status",
+        description="folder of the status for `memascend monitor`; true: `/tmp/memascend-UID`; "
+        "false: none",
     )
     allocator: AllocatorConfig = AllocatorConfig()
     buffer_pool: BufferPoolConfig = BufferPoolConfig()
@@ -283,8 +279,7 @@ class MemAscendConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     verify: Literal["off", "reads", "full"] = Field(
         "off",
-        description="compare checksums of all data read; `full`: also read back and compare every "
-        "write at once",
+        description="reads: compare checksums of all data read; full: also read back every write",
     )
 
     @field_validator("host_memory_limit", mode="before")

@@ -27,11 +27,11 @@ class VolumeConfig(Section):
         None,
         ge=0.001,
         le=1000,
-        description="share of the bytes, against the other drives'; left out: measured at start",
+        description="share of the bytes, relative to other drives; left out: measured at start",
     )
     raw: bool = Field(False, description="`path` is a block device for memascend alone")
     capacity: Nbytes | None = Field(
-        None, ge=1 << 20, le=1 << 60, description="maximum to use of the drive; left out: all of it"
+        None, ge=1 << 20, le=1 << 60, description="bytes to use at most; left out: all"
     )
 
 
