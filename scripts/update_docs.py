@@ -299,7 +299,6 @@ _MACHINE += ("--fused-loss",)
 _TITLE_OF_TABLE = " " * 20 + "one rank"
 _PEAKS = ("initialization", "step")
 _FIT = ("plan", "--table", "--fit", "--fused-loss")
-_MEMORY = ROOT / "docs" / "memory.md"
 #: What is generated: its name in the marks, the document, and who writes it.
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
@@ -308,8 +307,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "answer of the plan": (ROOT / "docs" / "start.md", answer),
     "table of one pass": (ROOT / "docs" / "start.md", larger_batch),
     "table of one machine": (ROOT / "README.md", machine),
-    "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
-    "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),
+    "table of models, one rank": (ROOT / "docs" / "memory.md", lambda: printed("plan", "--table")),
     "numbers of the plan": (ROOT / "docs" / "calculator.js", calculator),
     "table of machines": (ROOT / "docs" / "scale.md", scaled),
     "table of contexts": (ROOT / "docs" / "context.md", lambda: printed(*_FIT)),

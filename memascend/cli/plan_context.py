@@ -48,7 +48,7 @@ from memascend.plan.one_pass import Comparison, compare
 from memascend.plan.shapes import ModelShapes, builtin
 
 #: Models and machines of the table that `--table --fit` prints.
-TABLE_MODELS = ("Qwen2.5-7B", "Llama-3.1-8B")
+TABLE_MODELS = ("Llama-3.1-8B",)
 TABLE_DEVICES, TABLE_HOSTS = (24 * GIB, 48 * GIB, 96 * GIB), (32 * GIB, 64 * GIB, 128 * GIB)
 TABLE_WAYS = (STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS)
 TABLE_CONTEXT = 4096
@@ -207,7 +207,7 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
 
 
 def fit_cells(training_of_model: Callable[[ModelShapes], Training], args: Any) -> list[list[str]]:
-    """Return the table of contexts that fit, for a few models and machines, titles first.
+    """Return the table of contexts that fit, for a model and a few machines, titles first.
 
     A memory size on the command line replaces those of the table.
     """
