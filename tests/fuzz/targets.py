@@ -1,8 +1,8 @@
 """What is fuzzed: readers of what somebody else may have written, and what must hold of each.
 
 A target takes any bytes. It raises when something else than the reader's documented error comes
-out, or when what the reader accepts is not what it promises. Used by fuzz/run.py with atheris, and
-by test_fuzz_targets.py without.
+out, or when what the reader accepts is not what it promises. Used by run.py with atheris, and by
+test_targets.py without.
 """
 
 from __future__ import annotations
