@@ -128,6 +128,7 @@ CANNOT = {
     "axolotl train *": "package",
     "cryptsetup *": "root",
     "docker *": "Docker",
+    "hf download *": "network",
     "kubectl apply *": "cluster",
     "make bench-volumes *": "root",
     "make fuzz*": "package",
@@ -146,7 +147,7 @@ MISSING = {
     "Docker": "a Docker daemon",
     "GPU": "a GPU",
     "hours": "hours, or minutes of all cores",
-    "network": "a package index",
+    "network": "a package index, or the Hub",
     "package": "a package that the tests' environment has not",
     "root": "root, or a machine to change",
 }
