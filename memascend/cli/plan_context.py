@@ -47,8 +47,8 @@ from memascend.plan.layers import LOGITS_BYTES
 from memascend.plan.one_pass import Comparison, compare
 from memascend.plan.shapes import ModelShapes, builtin
 
-#: Models and machines of the table that `--table --fit` prints.
-TABLE_MODELS = ("Llama-3.1-8B",)
+#: Model and machines of the table that `--table --fit` prints.
+TABLE_MODEL = "Llama-3.1-8B"
 TABLE_DEVICES, TABLE_HOSTS = (24 * GIB, 48 * GIB, 96 * GIB), (32 * GIB, 64 * GIB, 128 * GIB)
 TABLE_WAYS = (STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS)
 TABLE_CONTEXT = 4096
@@ -214,14 +214,13 @@ def fit_cells(training_of_model: Callable[[ModelShapes], Training], args: Any) -
     context = args.context or TABLE_CONTEXT
     table = [["model", "device, GiB", "host, GiB", *(way.title for way in TABLE_WAYS)]]
     device, host = device_bytes_of(args), host_bytes_of(args)
-    for name in TABLE_MODELS:
-        training = training_of_model(builtin(name))
-        for device_bytes in TABLE_DEVICES if device is None else (device,):
-            for host_bytes in TABLE_HOSTS if host is None else (host,):
-                room = Room(device_bytes=device_bytes, host_bytes=host_bytes)
-                sizes = [f"{nbytes / GIB:g}" for nbytes in (device_bytes, host_bytes)]
-                cells = [_cell(training, way, room, args.batch, context) for way in TABLE_WAYS]
-                table.append([name, *sizes, *cells])
+    training = training_of_model(builtin(TABLE_MODEL))
+    for device_bytes in TABLE_DEVICES if device is None else (device,):
+        for host_bytes in TABLE_HOSTS if host is None else (host,):
+            room = Room(device_bytes=device_bytes, host_bytes=host_bytes)
+            sizes = [f"{nbytes / GIB:g}" for nbytes in (device_bytes, host_bytes)]
+            cells = [_cell(training, way, room, args.batch, context) for way in TABLE_WAYS]
+            table.append([TABLE_MODEL, *sizes, *cells])
     return table
 
 

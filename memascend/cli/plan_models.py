@@ -17,7 +17,14 @@ from typing import Any, cast
 from memascend.base.json_text import read_json_object
 from memascend.errors import ConfigError
 from memascend.plan.architectures import LAYER_COUNT_MAX, is_known
-from memascend.plan.shapes import ModelShapes, builtin, from_config, from_module, from_safetensors
+from memascend.plan.shapes import (
+    ModelShapes,
+    builtin,
+    from_config,
+    from_module,
+    from_safetensors,
+    source_of,
+)
 
 #: Classes of transformers to try for a config.json that names none, the most usual first.
 _AUTO_CLASSES = (
@@ -36,8 +43,8 @@ _COUNT = re.compile("(^|_)(layers?|experts)$")
 def find_model(name: str) -> ModelShapes:
     """Return the shapes of a model, from a path, the Hub's cache, or the built-in models.
 
-    A name on the Hub is that of its cached config.json, which is exact; nothing is downloaded. If
-    none is cached, it counts as the built-in model of that name, which is then shown beside it.
+    Nothing is downloaded. Another name on the Hub than a built-in model's own is that of its cached
+    config.json, which is exact; if none is cached, a built-in relative serves, and is shown as one.
 
     Raises:
         ConfigError: No such path or model, or it cannot be read.
@@ -55,13 +62,17 @@ def find_model(name: str) -> ModelShapes:
         is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
         return read_config(path) if is_config else from_safetensors(path)
     cached = _cached_config(name)
-    if cached is not None:
-        return dataclasses.replace(read_config(cached), name=name)
-    found = builtin(name)
-    source = "/".join((found.config or {})["source"].split("/")[3:5])
-    if name.lower() in (found.name.lower(), source.lower()):
-        return found
-    return dataclasses.replace(found, name=f"{name} (as {found.name})")
+    try:
+        found = builtin(name)
+    except ConfigError:
+        if cached is None:
+            raise
+    else:
+        if name.lower() in (found.name.lower(), source_of(found.name).lower()):
+            return found
+        if cached is None:
+            return dataclasses.replace(found, name=f"{name} (as {found.name})")
+    return dataclasses.replace(read_config(cached), name=name)
 
 
 def _cached_config(name: str) -> Path | None:

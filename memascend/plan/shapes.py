@@ -218,9 +218,19 @@ def builtin(name: str) -> ModelShapes:
             "name on the Hub known. Else give the path of a config.json, or of a .safetensors "
             f"file, index or folder, or one of {', '.join(known.values())}"
         )
-    file = resources.files("memascend.plan") / "models" / f"{found}.json"
-    text = file.read_text("utf-8")
-    return from_config(json.loads(text), name=found)
+    return from_config(_content(found), name=found)
+
+
+def source_of(name: str) -> str:
+    """Return a built-in model's own name on the Hub: "Qwen/Qwen3-8B"."""
+    owner, model = str(_content(name)["source"]).split("/")[3:5]
+    return f"{owner}/{model}"
+
+
+def _content(name: str) -> dict[str, Any]:
+    file = resources.files("memascend.plan") / "models" / f"{name}.json"
+    content: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return content
 
 
 #: How a model was trained, in its name: "-Instruct" in "Mistral-7B-Instruct-v0.3"; its version.

@@ -97,7 +97,7 @@ def cache(folder: Path, name: str, content: dict[str, Any]) -> None:
     write(model / "snapshots" / "1", content)
 
 
-def test_a_name_on_the_hub_is_read_from_its_cache_before_a_built_in_model_serves(
+def test_a_name_on_the_hub_is_read_from_its_cache_before_a_built_in_relative_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
@@ -107,6 +107,7 @@ def test_a_name_on_the_hub_is_read_from_its_cache_before_a_built_in_model_serves
         cache(tmp_path, name, small)
         found = find_model(name)
         assert (found.name, found.config) == (name, small)
+    cache(tmp_path, "Qwen/Qwen3-8B", small)  # a built-in model's own name needs no cache
     assert find_model("Qwen/Qwen3-8B").name == "Qwen3-8B"
 
 
