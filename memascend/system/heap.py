@@ -75,14 +75,15 @@ def give_back_freed(
     if heap.why_left or libc is None:
         return heap
     values = {
+        # The only one that glibc may refuse, so it is first: then nothing is set.
+        _M_MMAP_THRESHOLD: mapped_bytes_min,
         # Each mapping counts against the process's maximum, unless the kernel merges it with its
         # neighbour. At the maximum no thread can map memory, nor unmap a part of a mapping.
         _M_MMAP_MAX: _map_count_max(proc) // _HEAP_SHARE,
-        _M_MMAP_THRESHOLD: mapped_bytes_min,
         # The end of the heap. Setting any of the three stops glibc from adapting its thresholds.
         _M_TRIM_THRESHOLD: mapped_bytes_min,
     }
-    if not all([libc.mallopt(setting, value) for setting, value in values.items()]):
+    if not all(libc.mallopt(setting, value) for setting, value in values.items()):
         return replace(heap, why_left=f"it refuses {mapped_bytes_min} bytes")
     return replace(heap, mapped_bytes_min=mapped_bytes_min)
 

@@ -112,12 +112,21 @@ def test_without_the_kernels_number_its_usual_one_is_taken(tmp_path: Path) -> No
     assert found["mapped"] >= BLOCKS
 
 
-def test_a_size_that_glibc_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_glibc", lambda: SimpleNamespace(mallopt=lambda setting, value: 0))
+def test_a_size_that_glibc_refuses_is_named_and_nothing_else_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def refuse(setting: int, value: int) -> int:  # as older glibc does above 32 MiB
+        calls.append((setting, value))
+        return 0
+
+    monkeypatch.setattr(heap, "_glibc", lambda: SimpleNamespace(mallopt=refuse))
     monkeypatch.setattr(heap, "_is_serving", lambda libc: True)
     found = heap.give_back_freed(mapped_bytes_min=64 * MIB)
     assert found.mapped_bytes_min is None
     assert str(64 * MIB) in found.why_left
+    assert calls == [(heap._M_MMAP_THRESHOLD, 64 * MIB)]
 
 
 def test_an_older_glibc_is_recognized_by_its_older_account() -> None:
