@@ -5,6 +5,7 @@ libnuma, so one build serves every torch and nothing but a C++20 compiler is nee
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -42,10 +43,33 @@ def check_compiler() -> None:
         )
 
 
+#: The public address of the repository, in pyproject.toml (Python 3.10 reads no TOML).
+ADDRESS = re.compile(r'^Repository = "(https://.+?)/?"', re.MULTILINE)
+#: A link of a document, or a picture, that leads to a file beside it.
+LINK = re.compile(r"(?P<words>(?P<picture>!?)\[[^\]]*\]\()(?P<file>(?!#|[a-z]+:)[^)\s]+)")
+
+
+def read_description() -> str:
+    """Return README as a package index shows it.
+
+    An index has no file of the repository. If that has an address, links lead there.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    address = ADDRESS.search((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link["picture"] else "blob"
+        return f"{link['words']}{address[1]}/{kind}/HEAD/{link['file']}"
+
+    return LINK.sub(absolute, text) if address else text
+
+
 check_compiler()
 ParallelCompile("NPY_NUM_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
 setup(
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Pybind11Extension(
             "memascend._core",

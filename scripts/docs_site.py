@@ -23,6 +23,8 @@ PATTERNS = (
     *(f"{folder}/**/README.md" for folder in ("configs", "deploy", "examples")),
     "docs/**/*.md",
 )
+#: The public address of the repository, in pyproject.toml (Python 3.10 reads no TOML).
+ADDRESS = re.compile(r'^Repository = "(https://.+?)/?"', re.MULTILINE)
 #: Where a page is on the site, when not under its own name.
 ADDRESSES = {"README.md": "index.html"}
 STYLE, ICON = "docs/pictures/site.css", "docs/pictures/icon.svg"
@@ -61,16 +63,23 @@ def files_beside(document: Path) -> list[Path]:
     return sorted(path for pattern in FILES for path in document.parent.glob(pattern))
 
 
+def repository() -> str | None:
+    """Return the public address of the repository, which pyproject.toml has, if there is one."""
+    found = ADDRESS.search((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return found and found[1]
+
+
 def fetched_elsewhere(page: str) -> list[str]:
     """Return the addresses from which a reader's browser would fetch parts of a page."""
     return FETCHED.findall(page)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give headings the anchors that they have on GitHub."""
+    """Give headings the anchors that they have on GitHub, and the site the project's address."""
     from pymdownx.slugs import slugify
 
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    config.repo_url = repository()
     return config
 
 

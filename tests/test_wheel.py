@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,32 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path, tracked: list[s
     assert "[torch.backends]\nmemascend = memascend.autoload:install" in hooks
     assert "[console_scripts]\nmemascend = memascend.cli.main:main" in hooks
     assert "Apache License" in described["LICENSE"]
+
+
+@pytest.mark.parametrize("address", ["https://example.org/me/memascend", None])
+def test_links_of_the_description_lead_to_the_repository(
+    address: str | None, tracked: list[str], tmp_path: Path
+) -> None:
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "memascend/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    project = tmp_path / "pyproject.toml"
+    if address:
+        urls = f'[project.urls]\nRepository = "{address}"'
+        project.write_text(project.read_text().replace("[project.urls]", urls))
+    called(sys.executable, "setup.py", "--quiet", "dist_info", cwd=tmp_path)
+    [described] = tmp_path.glob("*.dist-info/METADATA")
+    text = described.read_text()
+    assert "Description-Content-Type: text/markdown" in text
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    if address is None:
+        assert "docs/limits.md" in links
+        return
+    assert links == []
+    assert f"]({address}/blob/HEAD/docs/memory.md#wear)" in text
+    assert f"]({address}/raw/HEAD/docs/pictures/report.png)" in text
+    files = re.findall(rf"\]\({address}/(?:blob|raw)/HEAD/([^)#]+)", text)
+    assert set(files) <= set(tracked)
 
 
 def test_a_bare_environment_needs_no_compiler(bare: Path, tmp_path: Path) -> None:

@@ -70,6 +70,17 @@ def test_a_page_that_needs_another_host_is_noticed(site: ModuleType) -> None:
     assert site.fetched_elsewhere(page) == ["https://cdn.example/m.js", "//example.org/i.png"]
 
 
+def test_the_site_links_the_address_of_the_project(
+    site: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project.urls]\nRepository = "https://example.org/me/memascend"\n')
+    assert site.repository() == "https://example.org/me/memascend"
+    project.write_text('[project.urls]\nPaper = "https://example.org/paper"\n')
+    assert site.repository() is None
+
+
 def test_the_site_asks_for_no_fonts(config: Any) -> None:
     assert config["theme"]["font"] is False
     assert config["strict"] is True
