@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from memascend.version import __version__
 from tests.support.source_tree import ROOT
@@ -15,10 +18,24 @@ def test_the_package_runs_as_a_program() -> None:
     assert (done.returncode, done.stdout) == (0, f"memascend {__version__}\n")
 
 
-def test_a_reader_that_closes_early_gets_no_traceback() -> None:
-    words = [sys.executable, "-m", "memascend", "plan", "--table"]
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        (["plan", "--table"], ""),
+        (["plan", "--table"], "1"),
+        (["plan", "Llama-3.2-1B"], ""),
+        (["--version"], ""),
+        ([], ""),
+    ],
+)
+def test_a_reader_that_closes_early_gets_no_traceback(words: list[str], unbuffered: str) -> None:
     with subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "memascend", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

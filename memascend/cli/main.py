@@ -38,12 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan_command_parser(commands)
     volume_command_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words:
-        parser.print_help()
-        return 0
-    parsed = parser.parse_args(words)
     try:
-        status: int = parsed.run(parsed)
+        try:
+            status = _run(parser, words)
+        finally:
+            print(end="", flush=True)  # so that a closed reader shows here, not when Python ends
     except MemAscendError as error:
         print(f"memascend: {error}", file=sys.stderr)
         return 1
@@ -55,6 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a folder that may not be entered, a name that is too long
         print(f"memascend: {error}. fix: name another path, or allow this one", file=sys.stderr)
         return 1
+    return status
+
+
+def _run(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    if not words:
+        parser.print_help()
+        return 0
+    parsed = parser.parse_args(words)
+    status: int = parsed.run(parsed)
     return status
 
 
