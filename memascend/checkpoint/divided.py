@@ -97,7 +97,9 @@ def open_divided(
     }
     common = sources[own.rank]
     groups = target.regroup(common.optimizer_states["param_groups"])
-    source = CheckpointSource(common.zero_states, {"param_groups": groups, "state": {}}, [])
+    source = CheckpointSource(
+        common.zero_states, {"param_groups": groups, "state": {}}, [], powers=common.powers
+    )
     for index, parameters in enumerate(target.parameters):
         origins = list(dict.fromkeys(division.sub_group_of(p.name) for p in parameters))
         states = _states(own.folder, tensors[own.rank], origins)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from memascend.base.progress import Advance
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, MemAscendError
 from memascend.system.pages import page_out
 
 #: About this many bytes of a file may be in the page cache before they are flushed or dropped.
@@ -73,7 +73,7 @@ class SummedFile(FlushedFile):
                 made = cls(file, advance)
                 yield made
                 made.make_durable()
-        except CheckpointError:
+        except MemAscendError:  # of a tensor that is read meanwhile, or of a file within
             raise
         except OSError as error:
             raise CheckpointError(

@@ -28,6 +28,7 @@ PADDING_BYTES_MAX = 1 << 20
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 ITEMSIZES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Beta = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Text = Annotated[str, StringConstraints(max_length=PATH_BYTES_MAX)]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 
@@ -61,6 +62,18 @@ class TensorEntry(_ManifestModel):
     file: Text
 
 
+class SavedPowers(_ManifestModel):
+    """The running powers of Adam's betas, which DeepSpeed's operator multiplies up in fp32.
+
+    They begin with pow(beta, since) and are multiplied by beta in each step up to `step`.
+    """
+
+    beta1: Beta
+    beta2: Beta
+    since: Count
+    step: Count
+
+
 class Manifest(_ManifestModel):
     """One rank's part of a checkpoint."""
 
@@ -72,13 +85,15 @@ class Manifest(_ManifestModel):
     global_step: Count
     optimizer: Text
     optimizer_step: Count | None
+    powers: SavedPowers | None = None
     sub_groups: tuple[SubGroupEntry, ...]
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
 
     def text(self) -> str:
         """Return the manifest as it is stored."""
-        return self.model_dump_json(indent=1) + "\n"
+        unknown = {"powers"} if self.powers is None else None
+        return self.model_dump_json(indent=1, exclude=unknown) + "\n"
 
 
 def manifest_name(rank: int) -> str:
@@ -134,6 +149,8 @@ def _check(path: Path, manifest: Manifest, rank: int) -> None:
     """Check consistency beyond the types."""
     if manifest.rank != rank:
         raise _damaged(path, f"it is for rank {manifest.rank}, expected {rank}")
+    if manifest.powers is not None and manifest.powers.since > manifest.powers.step:
+        raise _damaged(path, "powers of the betas begin behind their last step")
     sizes = {}
     for file in manifest.files:
         check_name(path, file.name)

@@ -24,6 +24,7 @@ from memascend.checkpoint.layout import SubGroups
 from memascend.checkpoint.manifest import (
     FileEntry,
     Manifest,
+    SavedPowers,
     check_file,
     check_nbytes,
     missing_file,
@@ -102,6 +103,7 @@ class CheckpointSource:
     optimizer_states: dict[str, Any]  # saved state of the base optimizer, with empty tensors
     tensors: list[LoadedTensor]
     model_states: Path | None = None  # the file for the module; None: the one DeepSpeed chooses
+    powers: SavedPowers | None = None  # running ones of Adam's betas; None: unknown
 
     def weights(self) -> list[LoadedTensor]:
         """Return only the master weights."""
@@ -184,7 +186,8 @@ def open_source(part: RankFiles, target: TargetOptimizer) -> CheckpointSource:
             f"{len(groups)} parameter groups with {count} sub-groups",
             f"{target.group_count} with {len(target.numels)}",
         )
-    source = CheckpointSource(zero_states, {"param_groups": groups, "state": {}}, [])
+    powers = None if part.manifest is None else part.manifest.powers
+    source = CheckpointSource(zero_states, {"param_groups": groups, "state": {}}, [], powers=powers)
     try:
         for sub_group in range(len(target.numels)):
             _add_sub_group(source, part, target, files, sub_group)

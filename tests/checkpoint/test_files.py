@@ -13,7 +13,7 @@ import torch
 
 from memascend.checkpoint import files
 from memascend.checkpoint.files import FileReader, SummedFile, TensorReader, sum_file
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, StoreError
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_003])
@@ -65,6 +65,13 @@ def test_a_file_that_cannot_be_written_is_named(
         SummedFile.create(tmp_path / "a") as file,
     ):
         file.write(b"x")
+
+
+def test_a_tensor_that_cannot_be_read_is_no_fault_of_the_checkpoints_drive(tmp_path: Path) -> None:
+    failed = StoreError(5, "cannot read exp_avg from /mnt/ssd")
+    with pytest.raises(StoreError) as caught, SummedFile.create(tmp_path / "a"):
+        raise failed
+    assert caught.value is failed
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:

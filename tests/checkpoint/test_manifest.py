@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     manifest = Manifest.model_validate(content())
     (tmp_path / manifest_name(0)).write_text(manifest.text())
     assert read_manifest(tmp_path, 0) == manifest
+
+
+def test_powers_of_the_betas_come_back_to_the_last_bit(tmp_path: Path) -> None:
+    beta = struct.unpack("f", struct.pack("f", 0.9))[0]
+    powers = {"beta1": beta, "beta2": 0.999, "since": 3, "step": 6}
+    manifest = Manifest.model_validate(content() | {"powers": powers})
+    (tmp_path / manifest_name(0)).write_text(manifest.text())
+    read = read_manifest(tmp_path, 0)
+    assert read is not None
+    assert read.powers is not None
+    assert read.powers.model_dump() == powers
+
+
+@pytest.mark.parametrize(
+    "change", [{"since": 7}, {"beta1": 1.5}, {"beta2": "0.9x"}, {"step": -1}, {"power": 0.5}]
+)
+def test_powers_that_no_run_can_have_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    powers = {"beta1": 0.9, "beta2": 0.999, "since": 3, "step": 6} | change
+    write(tmp_path, content() | {"powers": powers})
+    with pytest.raises(CheckpointError, match=r"cannot be used: .*powers"):
+        read_manifest(tmp_path, 0)
 
 
 def test_the_format_of_checkpoints_that_exist_is_still_read_and_written(tmp_path: Path) -> None:

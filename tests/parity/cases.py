@@ -99,6 +99,7 @@ class Case:
     tells_masters: bool = False  # the facts have master weights, and not digests alone
     compiled: str = ""  # engine.compile() with this backend; "" leaves the model as it is
     scheduler: bool = False  # a learning rate that changes with every step
+    cycle: bool = False  # a scheduler that changes Adam's betas as well
     walk: str = "behind"  # the step: behind | late (a walk, see walks.py) | off (over first)
     save_at: int = 0  # save a checkpoint after so many steps, and go on; 0: never
     resume_at: int = 0  # save and load into a new engine after so many steps; 0: never
@@ -182,6 +183,7 @@ class Case:
             "tells_masters",
             "compiled",
             "scheduler",
+            "cycle",
             "load_from",
             "is_universal",
             "first_step",
@@ -295,6 +297,10 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
             "type": "WarmupLR",
             "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20, "warmup_type": "linear"},
         }
+    if case.cycle:
+        rates = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
+        momentum = {"cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.95}
+        config["scheduler"] = {"type": "OneCycle", "params": rates | momentum}
     if case.boundary == "stepped":
         config["managed_gradient_accumulation"] = False
     if case.gradients_in_fp32:

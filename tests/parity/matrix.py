@@ -416,6 +416,8 @@ def resume_cases() -> list[Case]:
         replace(plain, masters="states", accumulation=2, clipping=1.0),
         replace(plain, masters="weights", world=2, limit_bytes=LIMIT_SMALL_BYTES),
         replace(fp16, masters="weights", repeats=True),
+        replace(plain, resume_at=7, steps=12, cycle=True),
+        replace(plain, resume_at=7, steps=12, cycle=True, sections=WHOLE, repeats=True),
     ]
 
 

@@ -66,7 +66,7 @@ def test_within_a_limit_training_gives_the_bits_of_cpu_offload(bench: Bench, cas
         assert (ledger["drive"]["resident_bytes_read"] > 0) == stays
 
 
-@pytest.mark.parametrize("case", quick(matrix.resume_cases(), 9, 13), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.resume_cases(), 9, 13, 28), ids=case_name)
 def test_a_resumed_run_gives_the_bits_of_one_never_interrupted(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []

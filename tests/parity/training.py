@@ -176,7 +176,7 @@ def _train_and_save(
         path, _ = engine.load_checkpoint(case.load_from)
         assert path is not None
         # CPU offload would begin with powers of its betas that are rounded differently.
-        replay_beta_powers(Upstream(engine.optimizer), note=lambda *_: None)
+        replay_beta_powers(Upstream(engine.optimizer))
         facts["loaded"] = state_digests(engine)
     facts |= train(case, engine, config, first=case.resume_at or case.first_step)
     if case.compiled:

@@ -14,6 +14,7 @@ from memascend.checkpoint.folder import SavingFolder, check_space
 from memascend.checkpoint.manifest import (
     FileEntry,
     Manifest,
+    SavedPowers,
     SubGroupEntry,
     TensorEntry,
     manifest_name,
@@ -25,6 +26,7 @@ from memascend.system.files import sync, write_durably
 from memascend.version import __version__
 
 if TYPE_CHECKING:
+    from memascend.deepspeed.optimizer.beta_powers import BetaPowers
     from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
     from memascend.deepspeed.optimizer.upstream import Upstream
 
@@ -139,6 +141,7 @@ def _manifest(
             "global_step": int(engine.global_steps),
             "optimizer": type(upstream.base).__name__,
             "optimizer_step": _step(upstream),
+            "powers": _powers(optimizer.steps.powers),
             "sub_groups": tuple(
                 SubGroupEntry(name=name, numel=int(numel))
                 for name, numel in zip(upstream.names, upstream.numels, strict=True)
@@ -156,6 +159,13 @@ def _manifest(
             "files": tuple(files),
         }
     )
+
+
+def _powers(powers: BetaPowers | None) -> dict[str, Any] | None:
+    """Return the entry of the running powers of Adam's betas; None if they are unknown."""
+    if powers is None:
+        return None
+    return {name: getattr(powers, name) for name in SavedPowers.model_fields}
 
 
 def _step(upstream: Upstream) -> int | None:

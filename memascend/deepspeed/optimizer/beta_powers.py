@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from memascend.deepspeed.optimizer.plain_adam import fp32
 
@@ -49,6 +50,8 @@ class BetaPowers:
         power1: `beta1` to the power of `step`.
         power2: `beta2` to the power of `step`.
         step: Number of the last step.
+        since: Number of the last step whose powers were computed with pow(). They are then
+            known from the betas, this number and `step`.
     """
 
     beta1: float
@@ -57,6 +60,7 @@ class BetaPowers:
     power1: float = 1.0
     power2: float = 1.0
     step: int = 0
+    since: int = 0
 
     @classmethod
     def at_start(cls, betas: tuple[float, float], *, recomputes: bool) -> BetaPowers:
@@ -75,6 +79,7 @@ class BetaPowers:
         else:
             self.power1 = fp32(math.pow(beta1, step))
             self.power2 = fp32(math.pow(beta2, step))
+            self.since = step
         self.beta1, self.beta2, self.step = beta1, beta2, step
 
     def follow(self, calls: Iterable[Call]) -> Iterator[BetaPowers]:
@@ -82,6 +87,21 @@ class BetaPowers:
         for group, step in calls:
             self.advance(step, group["betas"])
             yield replace(self)
+
+
+def powers_of(base: Any) -> BetaPowers | None:
+    """Return the powers of an optimizer that has just been constructed; None if it is no Adam."""
+    adam = cpu_adam(base)
+    if adam is None:
+        return None
+    recomputes = recomputes_powers(adam.ds_opt_adam)
+    return BetaPowers.at_start(adam.defaults["betas"], recomputes=recomputes)
+
+
+def cpu_adam(base: Any) -> Any:
+    """Return the DeepSpeedCPUAdam that the base optimizer is, or has beside Muon; else None."""
+    found = getattr(base, "aux_optimizer", base)
+    return found if type(found) is DeepSpeedCPUAdam else None
 
 
 # -- the operator --------------------------------------------------------------------------------

@@ -90,12 +90,13 @@ class CheckpointHooks:
         elif self._loads is Loads.ROUNDED_WEIGHTS:
             tensors = [rounded(tensor, self._upstream.stored_dtype) for tensor in tensors]
         self._upstream.partition_parameters()  # their keys are written with the master weights
-        self._restore(optimizer_states, tensors)
+        self._restore(optimizer_states, tensors, source.powers)
         self._upstream.refresh_parameters()
 
     @locked
-    def _restore(self, optimizer_states: dict[str, Any], tensors: Any) -> None:
-        restore(self._upstream, self._steps, self.runtime.staging, optimizer_states, tensors)
+    def _restore(self, optimizer_states: dict[str, Any], tensors: Any, powers: Any) -> None:
+        slots = self.runtime.staging
+        restore(self._upstream, self._steps, slots, optimizer_states, tensors, powers)
 
     @property
     def runtime(self) -> Runtime:

@@ -29,6 +29,7 @@ from memascend.deepspeed.optimizer.beta_powers import (
     Operator,
     call,
     create_trial,
+    powers_of,
     recomputes_powers,
 )
 from memascend.deepspeed.optimizer.plain_adam import (
@@ -131,9 +132,10 @@ class FusedAdam:
         #: powers are then unknown.
         self.is_fused = True
 
-    def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Follow one call of the operator that was made elsewhere."""
-        self._powers.advance(step, betas)
+    @property
+    def powers(self) -> BetaPowers | None:
+        """Running powers of its betas; None once the optimizer has made a step by itself."""
+        return self._powers if self.is_fused else None
 
     def fuses(self, group: Mapping[str, Any]) -> bool:
         """Return whether steps of a parameter group may be fused."""
@@ -258,15 +260,19 @@ class OwnSteps:
 
     is_fused = False
 
-    def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Do nothing: there are no running powers."""
+    def __init__(self, powers: BetaPowers | None = None) -> None:
+        """Take the running powers of a DeepSpeedCPUAdam that has not made a step yet."""
+        self.powers = powers
 
     def fuses(self, group: Mapping[str, Any]) -> bool:
         """Return that no step is fused."""
         return False
 
     def updates(self, sub_groups: Sequence[Inputs]) -> list[FusedUpdate | None]:
-        """Return no update."""
+        """Return no update, and follow the calls of the step."""
+        if self.powers is not None:
+            for group, values, _ in sub_groups:
+                self.powers.advance(int(values.get("step", 0)) + 1, group["betas"])
         return [None] * len(sub_groups)
 
 
@@ -323,7 +329,7 @@ def fused_adam(
         raise refuse(reason)
     if is_adam and is_wanted and dist.get_rank() == 0:
         log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
-    return OwnSteps()
+    return OwnSteps(powers_of(optimizer))
 
 
 def _why_not_fused(optimizer: Any, shape: TileShape, *, is_needed: bool) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.optimizer.beta_powers import Call
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers, Call
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, Inputs, OwnSteps, fused_adam
 from memascend.deepspeed.optimizer.plain_adam import why_not_plain_step
 from memascend.plan.optimizer_dtypes import BF16_8, refusal_of_muon
@@ -61,9 +61,10 @@ class FusedMuon:
         """Whether steps of all parameters may be fused."""
         return self._optimizer.aux_optimizer is None or self._adam.is_fused
 
-    def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Follow one call of Adam's operator that was made elsewhere."""
-        self._adam.advance(step, betas)
+    @property
+    def powers(self) -> BetaPowers | None:
+        """Running powers of Adam's betas; None if they are unknown."""
+        return self._adam.powers
 
     def updates(self, sub_groups: Sequence[Inputs]) -> list[FusedUpdate | None]:
         """Return the update of each sub-group's tiles in one step; see `FusedAdam.updates`.

@@ -8,7 +8,7 @@ of one can be loaded by the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.base.progress import byte_progress
 from memascend.checkpoint.converted import converted
+from memascend.checkpoint.manifest import SavedPowers
 from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.config.deepspeed import Aio
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers, cpu_adam
 from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.deepspeed.optimizer.upstream import ReadBytes, Upstream
@@ -104,6 +105,7 @@ def restore(
     slots: StagingSlots,
     state_dict: Mapping[str, Any],
     tensors: list[LoadedTensor],
+    saved_powers: SavedPowers | None = None,
 ) -> None:
     """Load a checkpoint into an optimizer.
 
@@ -114,6 +116,7 @@ def restore(
         state_dict: The base optimizer's, in which tensors listed in `tensors` are empty. An empty
             dict: load only the master weights.
         tensors: The tensors of every sub-group.
+        saved_powers: Running powers of Adam's betas; None: unknown.
 
     Raises:
         StoreError: The drive failed; some of the tensors are loaded, others not.
@@ -135,7 +138,7 @@ def restore(
             steps.load_tensor(counted(tensor, advance))
             tensor.reader.close()
     if state_dict:
-        replay_beta_powers(upstream, steps.note_replayed)
+        replay_beta_powers(upstream, steps.powers, saved_powers)
 
 
 def _as_kept(
@@ -147,7 +150,7 @@ def _as_kept(
     it is not, has values of its narrower dtype already.
     """
     base, kept = upstream.base, {}
-    if _cpu_adam(base) is not None:
+    if cpu_adam(base) is not None:
         dtype = state_dtype(base, upstream.master_dtype, steps.asked_dtype)
         kept = dict.fromkeys(MOMENTS, dtype) | moments(steps.asked_dtype)
     wanted: dict[str | None, torch.dtype] = {
@@ -178,41 +181,48 @@ def _as_kept(
 
 
 def replay_beta_powers(
-    upstream: Upstream, note: Callable[[int, tuple[float, float]], None]
+    upstream: Upstream, powers: BetaPowers | None = None, saved: SavedPowers | None = None
 ) -> None:
     """Set the running beta powers of DeepSpeed's Adam to those of a run that was not interrupted.
 
-    They are not in the checkpoint. The operator multiplies them by beta in fp32 at every step; if
-    it begins at a later step it takes pow(), which is rounded differently, and the weights would
-    differ. So all steps are replayed on one unused element, at a few microseconds each.
+    The operator multiplies them by beta in fp32 at every step; if it begins at a later step it
+    takes pow(), which is rounded differently, and the weights would differ. So steps are replayed
+    on one unused element, at a few microseconds each: from the last one with pow() on, or all of
+    them if that is unknown, which is right if the betas never changed.
 
     Args:
         upstream: The optimizer; does nothing unless a DeepSpeedCPUAdam steps a part of it.
-        note: Called with the step and the betas of each replayed call of the operator.
+        powers: Those of the fused step, which follow.
+        saved: Those of the run that saved; None: unknown.
     """
-    base, adam = upstream.base, _cpu_adam(upstream.base)
+    adam = cpu_adam(upstream.base)
     if adam is None:
         return
-    masters = enumerate(upstream.masters)
+    scratch = [torch.zeros(1) for _ in range(4)]
+    for step, betas in _calls_so_far(upstream, saved):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1.0, 0.0, True, *scratch)
+        if powers is not None:
+            powers.advance(step, betas)
+
+
+def _calls_so_far(
+    upstream: Upstream, saved: SavedPowers | None
+) -> Iterator[tuple[int, tuple[float, float]]]:
+    """Yield the step and the betas of calls that leave the operator as those of a whole run."""
+    base, masters = upstream.base, enumerate(upstream.masters)
     stepped = {
         number: base.state[one] for number, one in masters if "step" in base.state.get(one, {})
     }
     steps = {int(state["step"]) for state in stepped.values()}
     if len(steps) != 1:
         return
-    betas = [tuple(upstream.hyperparameters(number)["betas"]) for number in stepped]
+    last = steps.pop()
+    if saved is not None and saved.step == last:
+        first, betas = max(saved.since, 1), (saved.beta1, saved.beta2)
+        yield first + 1, betas  # so that the next one is no product, whatever was before
+        yield from ((step, betas) for step in range(first, last + 1))
+        return
+    pairs = [tuple(upstream.hyperparameters(number)["betas"]) for number in stepped]
     # A third call with the same betas and step changes nothing; in some releases a second one does.
-    calls = [pair for pair, run in groupby(betas) for _ in islice(run, 2)]
-    scratch = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, steps.pop() + 1):
-        for beta1, beta2 in calls:
-            adam.ds_opt_adam.adam_update(
-                adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *scratch
-            )
-            note(step, (beta1, beta2))
-
-
-def _cpu_adam(base: Any) -> Any:
-    """Return the DeepSpeedCPUAdam that the base optimizer is, or has beside Muon; else None."""
-    found = getattr(base, "aux_optimizer", base)
-    return found if type(found) is DeepSpeedCPUAdam else None
+    calls = [pair for pair, run in groupby(pairs) for _ in islice(run, 2)]
+    yield from ((step, pair) for step in range(1, last + 1) for pair in calls)

@@ -30,6 +30,7 @@ from memascend.deepspeed.optimizer.ahead import (
     check_gradients,
 )
 from memascend.deepspeed.optimizer.ahead_choice import work_ahead
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps
 from memascend.deepspeed.optimizer.fused_muon import FusedMuon, fused_steps
 from memascend.deepspeed.optimizer.locked import locked, with_lock
@@ -180,8 +181,7 @@ class TiledSteps:
         base = self._upstream.base
         if isinstance(base, torch.optim.Adagrad):
             # As upstream: Adagrad creates its states when constructed, here without elements.
-            remade = torch.optim.Adagrad(self._upstream.masters, **base.defaults)
-            self._upstream.remake_base(remade)
+            self._upstream.remake_base(torch.optim.Adagrad(self._upstream.masters, **base.defaults))
 
     def end_setup(self) -> None:
         """Wait for the writes of master weights."""
@@ -276,10 +276,9 @@ class TiledSteps:
     def _make_state(self, number: int) -> None:
         """Before a sub-group's first step, add the states that the optimizer would create."""
         base, master = self._upstream.base, self._upstream.masters[number]
-        if self._groups.group(master.ds_id).states:
-            return
-        known = initial_state(base, self._upstream.hyperparameters(number))
-        if known is None:
+        if self._groups.group(master.ds_id).states and base.state.get(master):
+            return  # else an error may have come between the states
+        if (known := initial_state(base, self._upstream.hyperparameters(number))) is None:
             return
         scalars, fills = known
         shape = self._stream.tiles.shape
@@ -484,9 +483,10 @@ class TiledSteps:
         stored = self._groups.group(master.ds_id).states[state]
         self._upstream.base.state[master][state] = torch.empty(0, dtype=stored)
 
-    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
-        """Replay a call of the operator on the fused step's running powers too."""
-        self._fused.advance(step, betas)
+    @property
+    def powers(self) -> BetaPowers | None:
+        """Running powers of Adam's betas; None if they are unknown."""
+        return self._fused.powers
 
     def refresh(self, original: Original) -> None:
         """Let parameters in memory point to their new values, after a load has written all."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers, powers_of
 from memascend.deepspeed.optimizer.muon import uses_muon
 from memascend.deepspeed.optimizer.upstream import Original, ReadBytes, Upstream
 from memascend.deepspeed.optimizer.values import WholeValues
@@ -42,12 +43,14 @@ class WholeSteps:
         #: The step that collects gradients, or that was the last one if it is torn.
         self.current = Step()
         self.values = WholeValues(upstream, attach, self)
+        self.powers: BetaPowers | None = None  # running ones of Adam's betas, if it is Adam
 
     # -- construction ----------------------------------------------------------------------------
 
     def configure(self, offload_config: Any, aio_config: Any) -> None:
         """Make DeepSpeed's own swapper over our store, with the buffers that it needs."""
         upstream, attachment = self._upstream, self._attach()
+        self.powers = powers_of(upstream.base)
         pipelined = offload_config.pipeline
         needed = buffers_needed(upstream.base, pipelined=pipelined)
         if offload_config.buffer_count < needed:
@@ -128,6 +131,9 @@ class WholeSteps:
         """Step a sub-group as DeepSpeed."""
         self.current.note_change()
         original()
+        if self.powers is not None and not uses_muon(self._upstream.params[number]):
+            step = self._upstream.base.state[self._upstream.masters[number]]["step"]
+            self.powers.advance(int(step), self._upstream.hyperparameters(number)["betas"])
 
     def update_parameters(self, number: int, original: Original) -> None:
         """Write the new values as DeepSpeed."""
@@ -235,9 +241,6 @@ class WholeSteps:
         runtime = self._attach().runtime
         runtime.io.reserve(key=key, nbytes=nbytes)
         runtime.staging.fill(key=key, nbytes=nbytes, source=tensor.reader.fill)
-
-    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
-        """Do nothing: DeepSpeed's Adam steps by itself."""
 
     def refresh(self, original: Original) -> None:
         """Write the values of the master weights to the parameters as DeepSpeed."""

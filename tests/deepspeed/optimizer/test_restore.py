@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,8 +14,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.checkpoint.manifest import SavedPowers
 from memascend.checkpoint.source import LoadedTensor
 from memascend.config.deepspeed import Aio
+from memascend.deepspeed.optimizer import beta_powers
 from memascend.deepspeed.optimizer import restore as restoring
 from memascend.deepspeed.optimizer.beta_powers import BetaPowers
 from memascend.deepspeed.optimizer.restore import replay_beta_powers, restore, stored_tensors
@@ -78,6 +80,7 @@ class Restored:
 
     asked_dtype = "fp32"
     momentum_dtype = None
+    powers = None
 
     def __init__(self, **failing: Exception) -> None:
         self.calls: list[str] = []
@@ -105,9 +108,6 @@ class Restored:
         self._note("groups")
         yield
         self._note("no groups")
-
-    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
-        raise AssertionError("the base optimizer is not Adam")
 
     def load_tensor(self, tensor: Any) -> None:
         self._note(f"tensor_{tensor.sub_group}")
@@ -189,10 +189,16 @@ class Adam:
         self.seen.append((step, beta1, beta2))
 
 
-def replayed(monkeypatch: pytest.MonkeyPatch, optimizer: Adam, kind: type) -> list[Any]:
-    monkeypatch.setattr(restoring, "DeepSpeedCPUAdam", kind)
+def replayed(
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: Adam,
+    kind: type,
+    saved: SavedPowers | None = None,
+) -> list[Any]:
+    monkeypatch.setattr(beta_powers, "DeepSpeedCPUAdam", kind)
     noted: list[Any] = []
-    replay_beta_powers(optimizer.upstream, lambda step, betas: noted.append((step, *betas)))
+    follower: Any = SimpleNamespace(advance=lambda step, betas: noted.append((step, *betas)))
+    replay_beta_powers(optimizer.upstream, follower, saved)
     assert noted == optimizer.seen
     return optimizer.seen
 
@@ -222,6 +228,49 @@ def test_a_replay_ends_with_the_powers_of_a_run_that_was_not_interrupted(
             for step, *pair in replayed(monkeypatch, Adam([last] * count, betas), Adam):
                 loaded.advance(step, (pair[0], pair[1]))
             assert loaded == whole
+
+
+#: Betas of each step: changed once, changed at every step, and taken back.
+CHANGES: dict[str, Callable[[int], tuple[float, float]]] = {
+    "once": lambda step: (0.9, 0.999) if step < 8 else (0.85, 0.99),
+    "always": lambda step: (0.8 + step / 100, 0.99),
+    "back": lambda step: (0.8, 0.99) if step == 5 else (0.9, 0.999),
+    "never": lambda step: (0.9, 0.95),
+}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_powers_of_betas_that_changed_are_those_of_a_run_that_was_not_interrupted(
+    monkeypatch: pytest.MonkeyPatch, change: str, count: int, recomputes: bool
+) -> None:
+    """The loaded optimizer's group has the betas of the next step, as a scheduler sets them."""
+    for last in (1, 5, 6, 12):
+        whole = BetaPowers.at_start((0.9, 0.95), recomputes=recomputes)
+        loaded = replace(whole)
+        for step in range(1, last + 1):
+            for _ in range(count):
+                whole.advance(step, CHANGES[change](step))
+        saved = SavedPowers(
+            beta1=whole.beta1, beta2=whole.beta2, since=whole.since, step=whole.step
+        )
+        # A loaded optimizer may have made steps; the last one may precede the first replayed call.
+        for before in (0, last - 1, last, last + 1):
+            loaded.advance(before, (whole.beta1, whole.beta2))
+            adam = Adam([last] * count, [CHANGES[change](last + 1)] * count)
+            for step, *pair in replayed(monkeypatch, adam, Adam, saved):
+                loaded.advance(step, (pair[0], pair[1]))
+            assert (loaded.power1, loaded.power2) == (whole.power1, whole.power2)
+            assert loaded.step == whole.step
+
+
+def test_powers_of_another_step_are_not_those_of_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = SavedPowers(beta1=0.5, beta2=0.5, since=2, step=9)
+    betas = (0.9, 0.999)
+    assert replayed(monkeypatch, Adam([2], [betas]), Adam, saved) == [(1, *betas), (2, *betas)]
 
 
 @pytest.mark.parametrize("steps", [[3, 4], [None], [0]])

@@ -18,7 +18,7 @@ from memascend.checkpoint.source import LoadedTensor
 from memascend.deepspeed.optimizer import tiled
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.errors import GradientGoneError, StoreError, TornStepError
+from memascend.errors import GradientGoneError, StoreError, StoreFullError, TornStepError
 from memascend.runtime import Runtime
 from memascend.streaming.optimizer.step import StepPhase
 from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Tiled, stock_unused
@@ -102,6 +102,32 @@ def test_buffers_of_whole_sub_groups_take_no_memory(
 
 
 # -- the step ------------------------------------------------------------------------------------
+
+
+def test_a_first_step_for_which_the_drive_has_no_room_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    full, roomy = Tiled(DeepSpeedCPUAdam), Tiled(DeepSpeedCPUAdam)
+    reserve, refused = full.training.store.reserve, []
+
+    def refuse_once(*, key: str, nbytes: int) -> Any:
+        if key.endswith("exp_avg_sq") and not refused:
+            refused.append(key)
+            raise StoreFullError(28, "no room")
+        return reserve(key=key, nbytes=nbytes)
+
+    monkeypatch.setattr(full.training.store, "reserve", refuse_once)
+    with pytest.raises(StoreFullError):
+        full.walk(gradients(0, BF16))
+    full.steps.restart()
+    for optimizer in (full, roomy):
+        optimizer.walk(gradients(0, BF16))
+    assert refused
+    assert full.steps._fused.is_fused
+    for name in NAMES:
+        assert torch.equal(full.training.master(name), roomy.training.master(name)), name
 
 
 def test_steps_under_upstreams_hooks_give_the_bits_of_whole_tensors(optimizer: Tiled) -> None:
@@ -379,7 +405,7 @@ def test_what_is_replayed_after_a_load_is_replayed_for_the_fused_step_too() -> N
         optimizer.walk(gradients(0, BF16))
         for parameter in optimizer.masters:
             optimizer.base.state[parameter]["step"] = 100
-        replay_beta_powers(optimizer.upstream, optimizer.steps.note_replayed)
+        replay_beta_powers(optimizer.upstream, optimizer.steps.powers)
         optimizer.walk(gradients(1, BF16))
     for name in NAMES:
         ours, theirs = (optimizer.training.master(name) for optimizer in both)
