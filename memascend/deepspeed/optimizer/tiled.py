@@ -365,7 +365,7 @@ class TiledSteps:
     def end(self, original: Original) -> None:
         """End the loop as DeepSpeed, and start the steps that run in the background."""
         if not self.current.in_background:
-            self._stream.drain()
+            self.current.end(self._stream.drain)
         if self._overlaps:
             # DeepSpeed would gather these now and wait for the walk; the next forward pass does so
             # anyway. A gather is a collective, and `_overlaps` is the same on all ranks.
@@ -381,8 +381,8 @@ class TiledSteps:
         if current.in_background:
             current.note_change()  # torn until the last one, even if the first one fails
             steps = [current.queue[name] for name in current.order]
-            points = points_of(self._upstream, current.order)
-            self.runtime.background.start(steps, points, self._stream.drain)
+            end = functools.partial(current.end, self._stream.drain)
+            self.runtime.background.start(steps, points_of(self._upstream, current.order), end)
             current.queue.clear()
 
     def finish(self) -> None:

@@ -7,7 +7,7 @@ in the background; no gradient arrives before it is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -156,8 +156,20 @@ class Step:
 
     def note_failure(self) -> None:
         """Note that an error ends the walk; without effect if no value has changed."""
-        if self._phase in (StepPhase.UPDATING, StepPhase.WALKING):
+        if self._phase in (StepPhase.UPDATING, StepPhase.WALKING, StepPhase.DONE):
             self._enter(StepPhase.TORN)
+
+    def end(self, drain: Callable[[], object]) -> None:
+        """Wait for the writes of the last tiles; one that fails tears the step.
+
+        Raises:
+            StoreError: A write failed.
+        """
+        try:
+            drain()
+        except BaseException:
+            self.note_failure()
+            raise
 
     def note_load(self) -> None:
         """Note that a load is about to replace values."""

@@ -351,6 +351,27 @@ def test_a_load_replaces_weights_and_states_and_parameters_follow(optimizer: Til
     assert state["exp_avg"].numel() == 0
 
 
+def test_a_last_write_that_fails_tears_the_step(
+    optimizer: Tiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain, phases = optimizer.stream.drain, list[StepPhase]()
+
+    def fail_at_the_end() -> None:
+        drain()
+        phases.append(optimizer.steps.current.phase)
+        if phases[-1] is StepPhase.DONE:
+            raise StoreError(5, "the last tile was not written")
+
+    monkeypatch.setattr(optimizer.stream, "drain", fail_at_the_end)
+    with pytest.raises(StoreError, match="the last tile"):
+        optimizer.walk(gradients(0, BF16))
+        optimizer.steps.finish()
+    assert StepPhase.DONE in phases
+    assert optimizer.steps.current.is_mixed
+    with pytest.raises(TornStepError):
+        optimizer.steps.settle()
+
+
 def test_what_failed_before_a_load_does_not_matter(
     optimizer: Tiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
