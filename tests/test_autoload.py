@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -226,11 +227,12 @@ result["off"] = picture()
 """
 
 
-def in_process(program: str, **environment: str) -> dict[str, Any]:
+def in_process(program: str, cwd: Path = ROOT, **environment: str) -> dict[str, Any]:
     targets = json.dumps([(seam.module, seam.attribute) for seam in seams.SEAMS])
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MEMASCEND_")}
     done = subprocess.run(
         [sys.executable, "-c", f"{COMMON}{program}\nprint(json.dumps(result))", targets],
+        cwd=cwd,
         env={"DS_ACCELERATOR": "cpu"}
         | inherited
         | {"PYTHONPATH": os.pathsep.join([str(ROOT), inherited.get("PYTHONPATH", "")])}
@@ -243,6 +245,33 @@ def in_process(program: str, **environment: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+BLOCK = """
+import warnings
+# An editable installation finds the core of another clone.
+sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in str(one).lower()]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import memascend
+    from deepspeed.runtime.config import DeepSpeedConfig
+DeepSpeedConfig(PLAIN)
+result = {"warned": [text for one in caught if "memascend" in (text := str(one.message))]}
+try:
+    DeepSpeedConfig(ARMING)
+except ImportError as error:
+    result["refusal"] = str(error)
+"""
+
+
+def test_a_clone_without_a_core_matters_only_where_there_is_a_block(tmp_path: Path) -> None:
+    """DeepSpeed's launcher is started in it; a training program would run without memascend."""
+    clone = tmp_path / "memascend"
+    shutil.copytree(ROOT / "memascend", clone, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    result = in_process(BLOCK, cwd=tmp_path, PYTHONPATH="")
+    assert result["warned"] == []
+    assert f"imported from {clone}" in result["refusal"]
+    assert "pip install -e ." in result["refusal"]
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import refusal_of_quantized
 
+_PACKAGE = Path(__file__).parents[2]
 _TURN_OFF = 'turn memascend off with "memascend": {"enabled": false}'
+
+
+def check_core() -> None:
+    """Raise ImportError if the compiled core is missing, as in a clone that was not built."""
+    try:
+        importlib.import_module("memascend._core")
+    except ImportError as error:
+        raise ImportError(
+            f"memascend was imported from {_PACKAGE}, and its compiled core cannot be: {error}. "
+            "likely cause: a clone, which hides the installed package from a program that is "
+            "started in it. fix: start the program in another folder, or type `pip install -e .` "
+            "in the clone"
+        ) from error
 
 
 def check_config(settings: DeepSpeedSettings) -> None:

@@ -5,7 +5,9 @@ DeepSpeedConfig's constructor watches for it, and one in accelerate notes the op
 Every replacement is a dispatcher, so models without a block run stock code after arming too.
 
 Replacements use names that another DeepSpeed release may not have. So they are imported only after
-the fingerprints are compared: another release must be refused, not end in an ImportError.
+the fingerprints are compared: another release must be refused, not end in an ImportError. Imports
+that need the compiled core wait for a block: DeepSpeed's launcher, started in a clone, finds the
+clone's package and not the installed one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.config.environment import is_disabled
-from memascend.deepspeed.attach.refusals import check_config
+from memascend.deepspeed.attach.refusals import check_config, check_core
 from memascend.deepspeed.seams import accelerate as accelerate_seams
 from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams import transformers as transformers_seams
@@ -29,7 +31,6 @@ from memascend.deepspeed.seams.fingerprint import resolve
 from memascend.deepspeed.seams.refusal import refusal
 from memascend.deepspeed.seams.table import SEAMS, Seam
 from memascend.errors import UnsupportedDeepSpeedError
-from memascend.plan.release import check_release
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ def observe(config_module: types.ModuleType) -> None:
         config = active_config(self._param_dict)
         if config is None:
             return
+        check_core()
+        from memascend.plan.release import check_release
+
         settings = parse_deepspeed(self._param_dict)
         check_config(settings)
         check_release(config, settings)
