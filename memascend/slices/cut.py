@@ -7,6 +7,7 @@ cut: `CannotCut` says why, and the caller runs the batch as a whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 #: Without the batch, whatever their size: positions of the sequence, and sizes of feature maps.
 SHARED_NAMES = frozenset({"cache_position", "spatial_shapes", "level_start_index"})
+#: Lists of numbers without the batch, whatever their length: sizes of images and feature maps.
+SIZE_NAMES = frozenset({"input_dimensions", "resolution", "spatial_shapes", "spatial_shapes_list"})
 #: The first dimension is the batch, whatever its size.
 BATCH_NAMES = frozenset(
     {"attention_mask", "input_ids", "labels", "position_ids", "shift_labels", "token_type_ids"}
@@ -218,6 +221,8 @@ def cut_batch(
     sequence = first.shape[1]
     if not is_batch_first and batch == sequence > 1:
         raise CannotCut(f"its first tensor of shape {tuple(first.shape)} may have the batch second")
+    if batch > 1:
+        _check_lists(leaves, batch)
     dimensions: list[int | None] = []
     for path, value in zip(leaves.paths, leaves.values, strict=True):
         dimension = 0 if value is first else _dimension(path, value, batch, sequence)
@@ -228,6 +233,26 @@ def cut_batch(
                 _check_not_of_heads(path, value, sequence)
         dimensions.append(dimension)
     return BatchCut(batch, sequence, _rows(batch, min(count, batch)), tuple(dimensions))
+
+
+def _check_lists(leaves: Leaves, batch: int) -> None:
+    """Raise CannotCut if a list of numbers is as long as the batch: it may have one for each row.
+
+    Every slice would get all of it. Its items may be lists of numbers themselves.
+    """
+    lengths: dict[str, set[str]] = {}
+    others = set()  # lists of other values, too
+    for path, value in zip(leaves.paths, leaves.values, strict=True):
+        while path.endswith("]") and "[" in path.lstrip("["):  # the arguments are a list themselves
+            path, _, item = path.rpartition("[")
+            lengths.setdefault(path, set()).add(item)
+            if not isinstance(value, int | float):
+                others.add(path)
+    for path, items in lengths.items():
+        if len(items) != batch or path in others or path == "[0]":
+            continue
+        if SIZE_NAMES.isdisjoint(re.split(r"[.\[]", path)):
+            raise CannotCut(f"{path} of {batch} numbers may have one for each sequence")
 
 
 def _is_index(tensor: torch.Tensor) -> bool:

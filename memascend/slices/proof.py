@@ -2,8 +2,9 @@
 
 Shapes of slices of one size tell no batch from a bias, a table of positions or a statistic. So a
 layer computes a slice of another size as well, without a graph: its outputs must have as many rows
-more or less, and the same values for the same sequences. Values are not compared where a layer
-takes random numbers.
+more or less, and the same values for the same sequences. One has another number there than in its
+own slice, so that values differ which a layer finds by the number of a row. Values are not compared
+where a layer takes random numbers.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def prove(
     """
     begin, end = cut.rows[0]
     rows = 2 if end - begin == 1 else 1
-    other = dataclasses.replace(cut, rows=((0, rows),))
+    other = dataclasses.replace(cut, rows=((end - 1, end - 1 + rows),))
     before = RandomState(tensors)
     with before.restored(), torch.no_grad():
         outputs = _outputs(compute, other)
@@ -140,7 +141,8 @@ def _outputs(compute: Callable[[BatchCut], Sequence[Any]], cut: BatchCut) -> Seq
         if isinstance(error, torch.OutOfMemoryError | MemAscendError):
             raise
         reason = f"{type(error).__name__} {error}".splitlines()[0].rstrip()
-        raise CannotCut(f"{cut.rows[0][1]} sequence(s) are an error in it, {reason}") from error
+        begin, end = cut.rows[0]
+        raise CannotCut(f"{end - begin} sequence(s) are an error in it, {reason}") from error
 
 
 def _check_order_is_known(output: torch.Tensor, rows: int) -> None:

@@ -183,3 +183,33 @@ def test_a_bias_may_have_as_many_heads_as_the_batch_has_sequences(shape: tuple[i
         cut(STATES, heads=frozenset({BATCH}), bias=torch.zeros(shape))
     assert cut(STATES, heads=frozenset({4}), bias=torch.zeros(shape)).dimensions == (0, 0)
     assert cut(STATES, heads=frozenset({BATCH}), more=STATES).dimensions == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[5] * BATCH, (True,) * BATCH, [[1, 2]] * BATCH, {"of": [0.5] * BATCH}, [list(range(BATCH))]],
+)
+def test_a_list_of_a_number_for_each_sequence_is_not_cut(lengths: Any) -> None:
+    for arguments, keywords in (((STATES, lengths), {}), ((STATES,), {"lengths": lengths})):
+        with pytest.raises(CannotCut, match="of 6 numbers may have one for each sequence"):
+            cut(*arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (STATES, 1, 2, 3, 4, 5),
+        (STATES, [5] * (BATCH - 1), [[1] * 3] * 3),
+        (STATES, [torch.ones(()), *range(BATCH - 1)]),
+        (STATES, [None] * BATCH),
+    ],
+)
+def test_other_lists_are_of_all_sequences(arguments: Any) -> None:
+    assert cut(*arguments).dimensions[0] == 0
+
+
+def test_lists_of_sizes_may_be_as_long_as_the_batch() -> None:
+    for name in ("input_dimensions", "resolution"):
+        assert cut(STATES[:2], batch=2, **{name: (4, 4)}).dimensions == (0, None, None)
+    assert cut(STATES[:2], batch=2, spatial_shapes_list=[(4, 4), (2, 2)]).dimensions[0] == 0
+    assert cut(STATES[:1], [5], batch=1).dimensions == (0, None)

@@ -194,6 +194,34 @@ def test_a_table_as_long_as_a_later_batch_is_found(caplog: pytest.LogCaptureFixt
         assert_close(gradients(model), expected)
 
 
+class TakesLengths(nn.Module):
+    """Hides tokens behind the length of each row, as a list has it."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__()
+        self.linear, self.lengths = nn.Linear(HIDDEN, HIDDEN), lengths
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        kept = [torch.arange(LENGTH) < length for length in self.lengths[: len(states)]]
+        return states + self.linear(states) * torch.stack(kept)[..., None]
+
+
+@pytest.mark.parametrize("count", [ROWS, 3, 2])
+def test_values_found_by_the_number_of_a_row_keep_a_layer_whole(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Model(mean)
+    model.layer = layer = TakesLengths([5, 7, 9, 11, 13, 16])
+    model.forward = lambda ids: checkpoint(layer, model.embedding(ids), use_reentrant=False).sum()
+    loss, expected = trained(model, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = trained(model, count)
+    assert "its output for a sequence depends on other sequences" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
 def test_random_numbers_behind_a_pass_are_those_of_its_slices() -> None:
     model, ids = Plain(reentrant=False, probability=0.3), torch.randint(50, (ROWS, LENGTH))
     runs = sliced(model)
