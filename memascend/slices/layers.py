@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
-from memascend.slices.proof import Proofs, Reasons
+from memascend.slices.proof import Proofs, Reasons, identity_of
 from memascend.slices.routers import recorded
 from memascend.slices.sliced import SlicedCall, SliceWeights
 
@@ -189,10 +189,11 @@ class Slicer:
             check_hooks(module)
             layer = module if is_layer else None
             cut = self.cut(type(module).__name__, leaves, lambda: batch.cut(leaves, layer))
+            reasons = self._proofs.setdefault(module, {})
+            proofs = Proofs(module, reasons, identity_of(call))
             routers = recorded()
             if routers is not None:
                 call = routers.outputs_of(call)
-            proofs = Proofs(module, self._proofs.setdefault(module, {}))
             output = self.run(
                 call, leaves, params, cut, weights, name=type(module).__name__, proofs=proofs
             )

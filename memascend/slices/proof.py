@@ -9,18 +9,20 @@ where a layer takes random numbers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from memascend.errors import MemAscendError
-from memascend.slices.cut import BatchCut, CannotCut
+from memascend.slices.cut import SHARED_TYPES, BatchCut, CannotCut
 from memascend.slices.random_states import RandomState
 
 log = logging.getLogger(__name__)
@@ -39,18 +41,40 @@ STEP_MIN = 2.0**-10
 #: Errors of a layer that is not written for so few sequences, as one that squeezes a dimension.
 _OF_SIZES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
-#: Why calls of one module cannot be cut, by their kinds of arguments and outputs; empty: they can.
-Reasons = dict[Any, str]
+#: Proofs of one kind of calls of a module. A counter of steps would make another one for ever.
+PROOFS_MAX = 128
+#: Why calls of one module cannot be cut, by their kinds of arguments and outputs, then by their
+#: functions and numbers; empty: they can.
+Reasons = dict[Any, dict[Any, str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Proofs:
-    """The module that a call belongs to, and the reasons that are known of its calls."""
+    """The module that a call belongs to, and the reasons that are known of its calls.
+
+    The function is that of the call, as `identity_of` has it.
+    """
 
     module: nn.Module
     reasons: Reasons
+    function: Any = None
 
-    @contextmanager
+    def reason(self, kind: Any, numbers: Any) -> str | None:
+        """Return why a call cannot be cut; empty: it can, None: that is to be proven.
+
+        Behind `PROOFS_MAX` of them other functions and numbers are taken for the worst of these.
+        """
+        known = self.reasons.get(kind, {})
+        found = known.get((self.function, numbers))
+        if found is None and len(known) >= PROOFS_MAX:
+            return max(known.values())
+        return found
+
+    def add(self, kind: Any, numbers: Any, reason: str) -> None:
+        """Note the reason of a call."""
+        self.reasons.setdefault(kind, {})[self.function, numbers] = reason
+
+    @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Within the context buffers are copies; behind it, they and all numbers are as before.
 
@@ -65,6 +89,25 @@ class Proofs:
         finally:
             for one, buffers, numbers in before:
                 vars(one).update(numbers, _buffers=buffers)
+
+
+def identity_of(function: Any) -> Any:
+    """Return what tells a function from others of its module, also if each pass makes it anew."""
+    while isinstance(function, functools.partial):
+        function = function.func  # its arguments are those of the call
+    if isinstance(function, nn.Module):
+        return type(function)
+    if inspect.ismethod(function):
+        return function.__func__
+    if not inspect.isfunction(function):
+        return type(function)
+    values = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing was put into it yet
+            one = cell.cell_contents
+            if isinstance(one, SHARED_TYPES) or inspect.isfunction(one):
+                values.append(getattr(one, "__code__", one))
+    return function.__code__, tuple(values)
 
 
 def _numbers(module: nn.Module) -> dict[str, int | float]:

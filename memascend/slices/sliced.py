@@ -79,6 +79,7 @@ class SlicedCall:
             tuple(None if torch.is_tensor(value) else value for value in leaves.values),
             leaves.spec,
         )
+        self._numbers = tuple(filter(_is_number, self._leaves.values))
         self._random: list[RandomState] = []
         #: Why the batch is computed whole in the end, for its outputs; empty: it is not.
         self.why_whole = ""
@@ -138,15 +139,16 @@ class SlicedCall:
         return tuple(whole)
 
     def _kind(self, whole: Sequence[torch.Tensor | None]) -> Any:
-        """Return what tells this call from others of the module, apart from sizes."""
+        """Return what tells this call from others of the module, apart from sizes and numbers."""
         are_shared = tuple(self._cut.is_shared(place) for place in self._places)
         dimensions = tuple(None if one is None else one.dim() for one in whole)
-        return self._leaves.paths, tuple(self._places), are_shared, dimensions
+        flags = tuple(type(one) if _is_number(one) else one for one in self._leaves.values)
+        return self._leaves.paths, tuple(self._places), are_shared, dimensions, flags
 
     def _check_proof(self, kind: Any) -> None:
         """Raise _OtherShape if it is known that slices have no parts of the batch's outputs."""
         if self._proofs is not None and isinstance(self._cut, BatchCut):
-            reason = self._proofs.reasons.get(kind)
+            reason = self._proofs.reason(kind, self._numbers)
             if reason:
                 raise _OtherShape(reason)
 
@@ -154,7 +156,7 @@ class SlicedCall:
         self, kind: Any, tensors: Sequence[torch.Tensor], whole: Sequence[torch.Tensor | None]
     ) -> None:
         """Raise _OtherShape if the outputs of slices are no parts of the batch's."""
-        if self._proofs is None or kind in self._proofs.reasons:
+        if self._proofs is None or self._proofs.reason(kind, self._numbers) is not None:
             return
         if not isinstance(self._cut, BatchCut) or self._cut.count == 1:
             return  # nothing to be proven
@@ -164,9 +166,9 @@ class SlicedCall:
             with self._proofs.unchanged():
                 prove_if_fits(self._proofs.module, self._cut, whole, tensors, compute)
         except CannotCut as reason:
-            self._proofs.reasons[kind] = str(reason)
+            self._proofs.add(kind, self._numbers, str(reason))
             raise _OtherShape(*reason.args) from reason
-        self._proofs.reasons[kind] = ""
+        self._proofs.add(kind, self._numbers, "")
 
     def backward(
         self,
@@ -272,6 +274,11 @@ class _Sliced(torch.autograd.Function):
             raise RuntimeError(_NO_CHOICE)
         wanted = ctx.needs_input_grad[2:]
         return (None, None, *ctx.call.backward(ctx.saved_tensors, wanted, gradients))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a leaf may have other values in each step."""
+    return isinstance(value, int | float | str) and not isinstance(value, bool)
 
 
 def _kind(output: Any) -> Any:

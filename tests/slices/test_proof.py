@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memascend.errors import ConfigError
+from memascend.slices import proof
 from tests.support.sliced_models import LENGTH, ROWS, Plain, assert_close, gradients, sliced
 
 HIDDEN = 8
@@ -155,6 +158,117 @@ def test_a_layer_is_proven_once() -> None:
         with runs.running((ids,), {}, lambda _, count=count: count):
             model(ids)
         assert rows == expected
+
+
+class Centres(nn.Module):
+    """Takes the mean of its slice off, if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states + self.linear(states)
+
+    def centred(self, states: torch.Tensor) -> torch.Tensor:
+        return self(states - states.mean(0, keepdim=True))
+
+    def chosen(self, choice: Any, states: torch.Tensor) -> torch.Tensor:
+        return self.centred(states) if choice in (True, 2, 0.5, "centred") else self(states)
+
+    def numbered(self, wide: Any, number: Any, states: torch.Tensor) -> torch.Tensor:
+        return self.centred(states) if number else self(states)
+
+
+def of_choice(choice: Any) -> Any:
+    """Return a function that is made anew in each pass."""
+    return lambda module, states: module.chosen(choice, states)
+
+
+CALLS: list[list[Callable[[Any, torch.Tensor], Any]]] = [
+    [
+        lambda one, states: checkpoint(one.forward, states, use_reentrant=False),
+        lambda one, states: checkpoint(one.centred, states, use_reentrant=False),
+    ],
+    *(
+        [
+            lambda one, states, i=i: checkpoint(one.chosen, i, states, use_reentrant=False)
+            for i in choices
+        ]
+        for choices in ((0, 1, 2), (False, True), (None, True), (0.0, 0.5), ("plain", "centred"))
+    ),
+    [
+        lambda one, states: checkpoint(one.numbered, 1, None, states, use_reentrant=False),
+        lambda one, states: checkpoint(one.numbered, None, 1, states, use_reentrant=False),
+    ],
+    [
+        lambda one, states, i=i: checkpoint(of_choice(i), one, states, use_reentrant=False)
+        for i in (0, 2)
+    ],
+    [
+        lambda one, states, i=i: checkpoint(
+            functools.partial(one.chosen, i), states, use_reentrant=False
+        )
+        for i in (0, 2)
+    ],
+]
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("count", [ROWS, 3])
+def test_each_function_and_value_that_a_module_is_called_with_is_proven(
+    calls: Any, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last one depends on other sequences."""
+    torch.manual_seed(0)
+    model = Model(mean)
+    model.layer = layer = Centres()
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        states = model.embedding(ids)
+        for one in calls:
+            states = one(layer, states)
+        return states.square().mean()
+
+    model.forward = forward
+    loss, expected = trained(model, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = trained(model, count)
+    assert "its output for a sequence depends on other sequences" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("worst", [None, 1])
+def test_a_number_that_each_pass_changes_is_not_proven_for_ever(
+    worst: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind some proofs it is taken for the worst of those before."""
+    monkeypatch.setattr(proof, "PROOFS_MAX", 3)
+    model, layer, rows = Model(mean), Centres(), []
+    original = layer.linear.forward
+    layer.linear.forward = lambda states: (rows.append(len(states)), original(states))[1]
+    step = 0
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        choice = step == worst
+        layer.chosen = types.MethodType(
+            lambda one, _, states: one.centred(states) if choice else one(states), layer
+        )
+        return checkpoint(layer.chosen, step, model.embedding(ids), use_reentrant=False).sum()
+
+    model.layer, model.forward = layer, forward
+    runs, ids = sliced(model, slices_head=False), torch.randint(50, (ROWS, LENGTH))
+    for step in range(6):
+        rows.clear()
+        with runs.running((ids,), {}, lambda _: 3):
+            model(ids)
+        proven = [1] * (step < 3)
+        whole = [ROWS] * (step == worst)
+        if worst is not None and step >= 3:
+            assert rows == [2, ROWS]
+        else:
+            assert rows == [2, 2, 2, *proven, *whole]
 
 
 class TakesTable(nn.Module):
