@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from memascend.slices.attributes import Attributes
 from memascend.slices.cut import SHARED_TYPES, CannotCut, Cut, Leaves, WholeCut, cut_batch
 from memascend.slices.documents import Documents, cut_documents
 from memascend.slices.proof import Proofs, Reasons, identity_of
@@ -183,12 +184,17 @@ class Slicer:
             return otherwise()
         params = tuple(module.parameters())
         weights = self._weights_of(params)  # also of a call that is not cut: they are used
-        kept = _kept_tensors(module)
+        attributes = Attributes(module)
         try:
             check_module(module)
             check_hooks(module)
+            attributes.check_graphs()
             layer = module if is_layer else None
-            cut = self.cut(type(module).__name__, leaves, lambda: batch.cut(leaves, layer))
+            cut = self.cut(
+                type(module).__name__,
+                leaves,
+                functools.partial(_cut_call, batch, leaves, layer, attributes),
+            )
             reasons = self._proofs.setdefault(module, {})
             proofs = Proofs(module, reasons, identity_of(call))
             routers = recorded()
@@ -197,12 +203,12 @@ class Slicer:
             output = self.run(
                 call, leaves, params, cut, weights, name=type(module).__name__, proofs=proofs
             )
-            _check_kept(kept, _kept_tensors(module))
+            attributes.check_kept()
             return output if routers is None else routers.take(output)
         except CannotCut as reason:
             self.note(type(module).__name__, str(reason))
-            _shorten_lists(module, kept)
-        del weights
+            attributes.restore()
+        del weights, attributes
         return otherwise()
 
     def cut(self, name: str, leaves: Leaves, cut: Callable[[], Cut]) -> Cut:
@@ -354,36 +360,9 @@ def _check_known(name: str, hooks: Sequence[Mapping[int, Any] | None]) -> None:
             raise CannotCut(f"{name} has a hook, {getattr(hook, '__qualname__', hook)}")
 
 
-def _kept_tensors(module: nn.Module) -> dict[str, Any]:
-    """Return the tensors that modules have as attributes, and the lengths of their lists."""
-    found: dict[str, Any] = {}
-    for path, one in module.named_modules():
-        for name, value in vars(one).items():
-            if torch.is_tensor(value):
-                found[f"{path}.{name}"] = value
-            elif type(value) is list:
-                found[f"{path}.{name}"] = len(value)
-    return found
-
-
-def _check_kept(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise CannotCut if a call has kept a tensor: it would be that of one slice, without a graph.
-
-    Layers keep a loss in this way, that the model adds to its own.
-    """
-    for name, value in after.items():
-        same = before.get(name)
-        if value is not same and not (isinstance(value, int) and value == same):
-            raise CannotCut(f"its attribute {name.lstrip('.')} keeps a value of the call")
-
-
-def _shorten_lists(module: nn.Module, before: dict[str, Any]) -> None:
-    """Remove the values of slices from lists: those of the whole batch come in their place."""
-    for path, one in module.named_modules():
-        for name, value in vars(one).items():
-            length = before.get(f"{path}.{name}")
-            if type(value) is list:
-                del value[length if isinstance(length, int) else 0 :]
+def _cut_call(batch: Batch, leaves: Leaves, layer: nn.Module | None, attributes: Attributes) -> Cut:
+    attributes.check_rows(batch.sequences)
+    return batch.cut(leaves, layer)
 
 
 def _head_counts(module: nn.Module) -> frozenset[int]:

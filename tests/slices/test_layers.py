@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from memascend.slices.cut import CannotCut
@@ -166,6 +169,181 @@ def test_a_layer_of_which_slices_may_depend_stays_whole(
     assert re.search(reason, caplog.text)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
     assert_close(gradients(model), expected)
+
+
+class Keeps(Layer):
+    """Keeps a loss in its own way."""
+
+    def __init__(self, start: Callable[[], Any], keep: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.keep = keep
+        if torch.is_tensor(start()):
+            self.register_buffer("aux", start())
+        elif start() is not ABSENT:
+            self.aux = start()
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        found = super().forward(states)
+        self.keep(self, found.square().mean())
+        return found
+
+
+class AddsKept(nn.Module):
+    """Adds the losses that its layers keep."""
+
+    def __init__(self, layers: list[Keeps], start: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.start = nn.Embedding(50, 8), nn.ModuleList(layers), start
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states = self.embedding(ids)
+        for layer in self.layers:
+            if self.start is not None:
+                layer.aux = self.start()
+            states = checkpoint(layer, states, use_reentrant=False)
+        kept = [one for layer in self.layers for one in tree_leaves(layer.aux)]
+        return states.square().mean() + sum(kept)
+
+
+ABSENT = object()
+
+
+def set_aux(value_of: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], None]:
+    return lambda layer, loss: setattr(layer, "aux", value_of(layer, loss))
+
+
+@pytest.mark.parametrize(
+    ("start", "keep", "begins_anew"),
+    [
+        (lambda: None, set_aux(lambda _, loss: loss), False),
+        (lambda: ABSENT, set_aux(lambda _, loss: loss), False),
+        (list, set_aux(lambda _, loss: [loss]), False),
+        (lambda: ABSENT, set_aux(lambda _, loss: [loss]), False),
+        (lambda: None, set_aux(lambda _, loss: (loss,)), False),
+        (dict, lambda layer, loss: layer.aux.__setitem__("load", loss), False),
+        (dict, lambda layer, loss: layer.aux.__setitem__("load", [loss]), False),
+        (lambda: torch.zeros(()), set_aux(lambda _, loss: loss), False),
+        (list, lambda layer, loss: layer.aux.append(loss), True),
+        (deque, lambda layer, loss: layer.aux.append(loss), True),
+        (list, set_aux(lambda layer, loss: [*layer.aux, loss]), True),
+        (tuple, set_aux(lambda layer, loss: (*layer.aux, loss)), True),
+        (dict, lambda layer, loss: layer.aux.setdefault("all", []).append(loss), True),
+        (dict, lambda layer, loss: layer.aux.__setitem__(len(layer.aux), loss), True),
+        (lambda: {"all": []}, lambda layer, loss: layer.aux["all"].append(loss), True),
+    ],
+)
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_loss_that_a_layer_keeps_is_that_of_the_batch_in_each_pass(
+    start: Any, keep: Any, begins_anew: bool, is_detached: bool, caplog: Any
+) -> None:
+    torch.manual_seed(0)
+
+    def kept(layer: Any, loss: torch.Tensor) -> None:
+        keep(layer, loss.detach() if is_detached else loss)
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [Keeps(start, kept) for _ in range(2)]
+        models.append(AddsKept(layers, start if begins_anew else None))
+    plain, in_slices = models
+    ids, runs = torch.randint(50, (ROWS, LENGTH)), sliced(in_slices)
+    for _ in range(3):
+        expected = plain(ids)
+        expected.backward()
+        with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda _: 3):
+            found = in_slices(ids)
+        found.backward()
+        assert "its attribute aux keeps a value of the call" in caplog.text
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_close(gradients(in_slices), gradients(plain))
+        for model in models:
+            model.zero_grad()
+
+
+class Has(Layer):
+    """Multiplies by attributes."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for one in tree_leaves(self.scales):
+            states = states * one
+        return super().forward(states)
+
+
+class SetsScales(nn.Module):
+    """Gives its layer values before each call."""
+
+    def __init__(self, scales: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.scales = nn.Embedding(50, 8), Has(), scales
+        self.log = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.layer.scales = self.scales(self)
+        states = checkpoint(self.layer, self.embedding(ids), use_reentrant=False)
+        return states.square().mean()
+
+
+ROW_SCALES = torch.linspace(0.5, 1.5, ROWS)[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("scales", "reason"),
+    [
+        (lambda model: model.log.exp(), "attribute scales has a graph of gradients"),
+        (lambda model: {"all": [model.log.exp()]}, "attribute scales has a graph of gradients"),
+        (lambda _: ROW_SCALES, r"attribute scales of shape \(6, 1, 1\) may be of all sequences"),
+        (lambda _: (ROW_SCALES,), r"attribute scales of shape \(6, 1, 1\) may be of all"),
+        (lambda _: ROW_SCALES[:1], ""),
+        (lambda model: model.log.detach(), ""),
+    ],
+)
+def test_values_that_are_put_into_a_layer_keep_it_whole(
+    scales: Any, reason: str, caplog: Any
+) -> None:
+    torch.manual_seed(0)
+    model, ids = SetsScales(scales), torch.randint(50, (ROWS, LENGTH))
+    expected_loss = model(ids)
+    expected_loss.backward()
+    expected = gradients(model)
+    running = sliced(model, slices_head=False).running((ids,), {}, lambda _: 3)
+    with caplog.at_level(logging.WARNING), running:
+        loss = model(ids)
+    loss.backward()
+    assert re.search(reason, caplog.text)
+    assert bool(caplog.text) == bool(reason)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+    assert_close(gradients(model), expected)
+
+
+def test_parameters_buffers_and_what_does_not_change_are_left_alone(caplog: Any) -> None:
+    """Also a list that becomes another with the same tensors, and a number in place of another."""
+
+    class Changes(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_rows = nn.Parameter(torch.ones(ROWS))
+            self.in_list = [nn.Parameter(torch.ones(ROWS))]
+            self.table, self.scale, self.calls = [torch.ones(8)], {"last": 0}, 0
+            self.register_buffer("rows", torch.ones(ROWS))
+            self.register_buffer("load", torch.zeros(()))
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            self.table, self.scale = [*self.table], {"last": self.calls}
+            self.load += states.detach().mean()
+            self.count = self.count + 1
+            self.calls += 1
+            return super().forward(states) * self.table[0]
+
+    model, ids = OneLayer(Changes()), torch.randint(50, (ROWS, LENGTH))
+    runs = sliced(model, slices_head=False)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda _: 3):
+            loss = model(ids)
+        loss.backward()
+    assert caplog.text == ""
+    assert (model.layer.calls, model.layer.count.item()) == (12, 12)
 
 
 class Scales(Layer):
