@@ -114,7 +114,7 @@ class FusedLoss:
         """
         raise CannotCut("its loss is more than a fused one")
 
-    def take(self, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def take(self, output: Any, keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return a slice's share of the loss, of shape (1,), and its values of tokens.
 
         Raises:

@@ -76,15 +76,15 @@ class SlicedHead:
             self._note(str(reason))
             return self._original(*arguments, **keywords)
         try:
-            base_output = self._run_base(given)
+            base_output, of_base = self._run_base(given)
         except _WholeOutput as whole:
             self._note(f"its forward does not call {self._prefix}")
             return whole.output
         try:
-            return self._run_tail(given, base_output, loss_of, batch)
+            return self._run_tail(given, of_base, base_output, loss_of, batch)
         except CannotCut as reason:
             self._note(str(reason))
-            with self._base_as(lambda *_, **__: base_output):
+            with self._base_as(_once(base_output, self._base)):
                 return self._original(**given)
 
     @property
@@ -136,14 +136,19 @@ class SlicedHead:
         value = given.get(name)
         return getattr(getattr(self._model, "config", None), name, None) if value is None else value
 
-    def _run_base(self, given: dict[str, Any]) -> Any:
+    def _run_base(self, given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
         """Return the output of the base model, as an exception carries it out of the model.
+        Also the names of the arguments that it is given, or would take.
+
 
         Raises:
             _WholeOutput: The model has not called its base model; has its output.
         """
+        names = set(inspect.signature(base.forward).parameters)
         base = self._base
 
+            passed = {id(one) for one in (*arguments, *keywords.values()) if torch.is_tensor(one)}
+            names.update(keywords, (name for name, one in given.items() if id(one) in passed))
         def stop(*arguments: Any, **keywords: Any) -> Any:
             raise _BaseOutput(base(*arguments, **keywords))
 
@@ -151,11 +156,12 @@ class SlicedHead:
             with self._base_as(stop):
                 output = self._original(**given)
         except _BaseOutput as stopped:
-            return stopped.output
+            return stopped.output, frozenset(names)
         raise _WholeOutput(output)
 
     def _run_tail(
         self,
+        of_base: frozenset[str],
         given: dict[str, Any],
         base_output: Any,
         loss_of: SlicedLoss | FusedLoss,
@@ -164,10 +170,9 @@ class SlicedHead:
         hidden = getattr(base_output, "last_hidden_state", None)
         if hidden is None:
             raise CannotCut("its base model returns no last_hidden_state")
-        given_back = {name for name, one in vars(base_output).items() if one is not None}
-        others = [name for name in given_back - _NOT_OF_LOSS if not name.endswith("hidden_states")]
+        others = _others(base_output)
         if others:
-            raise CannotCut(f"its base model also returns {', '.join(sorted(others))}")
+            raise CannotCut(f"its base model also returns {others}")
         # The output itself would keep hidden states until the graph is gone.
         base_type = type(base_output)
         output_type: list[type] = []
@@ -176,21 +181,19 @@ class SlicedHead:
             made = base_type(last_hidden_state=hidden)
             if isinstance(loss_of, FusedLoss):  # it does not call the module whose weights it reads
                 self._model.get_output_embeddings()(hidden[:, :0])  # type: ignore[operator]
-            with self._base_as(lambda *_, **__: made), self._loss_as(loss_of):
+            with self._base_as(_once(made, self._refuse)), self._loss_as(loss_of):
                 try:
                     output = self._original(**keywords)
                 except _MISSING as error:
                     raise CannotCut(f"it needs more than hidden states: {error}") from error
             output_type[:] = [type(output)]
-            return loss_of.take(output, keywords["labels"])
+            values = loss_of.take(output, keywords)
+            others = "" if isinstance(loss_of, FusedLoss) else _others(output, "loss", "logits")
+            if others:
+                raise CannotCut(f"it also returns {others}")
+            return values
 
-        pools = loss_of.labels_of is LabelsOf.SEQUENCES
-        of_base = _OF_BASE if pools else _OF_BASE | {"input_ids"}
-        keywords = {
-            name: one
-            for name, one in given.items()
-            if one is not None and name not in of_base and not name.startswith(_OF_MEDIA)
-        }
+        keywords = _of_tail(given, of_base, pools=loss_of.labels_of is LabelsOf.SEQUENCES)
         if isinstance(loss_of, FusedLoss):
             keywords.setdefault("num_items_in_batch", loss_of.item_count)
         if getattr(base_output, "router_logits", None) is not None:
@@ -205,6 +208,8 @@ class SlicedHead:
         )
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
+        if isinstance(loss_of, SlicedLoss):
+            loss = loss_of.of_batch(loss, values[0])
         loss = losses.sum(dtype=sum_dtype)
         rest = self._run_rest(given, base_output)
         if rest:
@@ -245,7 +250,7 @@ class SlicedHead:
         made = type(base_output)(last_hidden_state=none, router_logits=logits)
         with (
             self._slicer.slicing(None),
-            self._base_as(lambda *_, **__: made),
+            self._base_as(_once(made, self._refuse)),
             self._output_embeddings_as(lambda states: states, none),
             self._loss_as(lambda *_, **__: none.new_zeros((), dtype=torch.float32)),
         ):
@@ -275,7 +280,7 @@ class SlicedHead:
             torch.no_grad(),
             RandomState([hidden]).restored(),
             self._slicer.slicing(None),
-            self._base_as(lambda *_, **__: made),
+            self._base_as(_once(made, self._refuse)),
         ):
             logits: torch.Tensor = self._original(**given).logits
         self._note(f"the script reads its logits, {logits.dtype} of {tuple(logits.shape)}")
@@ -286,6 +291,9 @@ class SlicedHead:
 
     @property
     def _prefix(self) -> str:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CannotCut(f"its forward calls {self._prefix} several times")
+
         prefix: str = self._model.base_model_prefix  # type: ignore[assignment]
         return prefix
 
@@ -382,6 +390,42 @@ class LossCut:
         if output.dim() < 2:
             return (self.count,)
         # Of a loss these are values of tokens, one fewer than a sequence has (FusedLoss.take).
+def _once(output: Any, later: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with this output at its first call; later ones are another function's."""
+    left = [output]
+    return lambda *arguments, **keywords: left.pop() if left else later(*arguments, **keywords)
+
+
+def _others(output: Any, *known: str) -> str:
+    """Return the names of values of an output that slices would lose; empty without any."""
+    names = {name for name, one in vars(output).items() if one is not None}
+    names -= _NOT_OF_LOSS.union(known)
+    return ", ".join(sorted(name for name in names if not name.endswith("hidden_states")))
+
+
+def _of_tail(given: dict[str, Any], of_base: frozenset[str], *, pools: bool) -> dict[str, Any]:
+    """Return the arguments of a model that are used behind its base model.
+
+    Args:
+        given: All of them.
+        of_base: Names of those that the base model takes.
+        pools: Whether a classifier looks for padding.
+
+    Raises:
+        CannotCut: Images, videos or sounds may be used behind it.
+    """
+    unused = _OF_BASE if pools else _OF_BASE | {"input_ids"}
+    found: dict[str, Any] = {}
+    for name, one in given.items():
+        if one is None or name in unused:
+            continue
+        if not name.startswith(_OF_MEDIA):
+            found[name] = one
+        elif name not in of_base:
+            raise CannotCut(f"{name} may be used behind its base model")
+    return found
+
+
         return self.inputs.whole_shape(number, output, is_of_rows=True)
 
 

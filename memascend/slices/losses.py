@@ -6,7 +6,8 @@ the number of labels of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -73,18 +74,19 @@ class SlicedLoss:
                 labels are not those of tokens (the loss function is a default of transformers).
         """
         self._function, self._labels = function, labels
+        self._labels_version = _version(labels)
         #: The parts of the batch that have a label each.
         self.labels_of = LOSSES[function.__name__]
         #: Whether the label of a slice's last token may belong to the next slice.
         self.shifts = self.labels_of is LabelsOf.NEXT_TOKENS and shift_labels is None
         if self.labels_of is not LabelsOf.SEQUENCES and labels.dim() != 2:
             raise CannotCut(f"it is given labels of shape {tuple(labels.shape)}, and not of tokens")
+        of_sequences = self.labels_of is LabelsOf.SEQUENCES
+        self._is_mean = of_sequences and _is_mean_of_outputs(config, labels)
         if self.labels_of is LabelsOf.NEXT_TOKENS:
             self._item_count = counted_labels(labels, shift_labels)
         else:
-            self._item_count = (labels != IGNORED_LABEL).sum()
-        of_sequences = self.labels_of is LabelsOf.SEQUENCES
-        self._is_mean = of_sequences and _is_mean_of_outputs(config, labels)
+            self._item_count = self._count(labels)
         if self._is_mean and labels.numel() != len(labels) * config.num_labels:
             raise CannotCut(
                 f"it is given labels of shape {tuple(labels.shape)}, and has {config.num_labels} "
@@ -92,6 +94,9 @@ class SlicedLoss:
             )
         self._value: torch.Tensor | None = None
         self._version = 0
+        #: Labels and shifted ones that the loss function was given last.
+        self._given: tuple[Any, Any] = (None, None)
+        self._is_own_count = True  # the script gives no number of items
 
     def shifted(self) -> torch.Tensor:
         """Return the labels of the next tokens, each at the position of its token."""
@@ -105,30 +110,67 @@ class SlicedLoss:
         """
         if keywords.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
             raise CannotCut(f"its loss ignores the label {keywords['ignore_index']}")
-        if keywords.get("num_items_in_batch") is None:
+        self._is_own_count = keywords.get("num_items_in_batch") is None
+        if self._is_own_count:
             keywords["num_items_in_batch"] = self._item_count
+        bound = inspect.signature(self._function).bind_partial(*arguments, **keywords).arguments
+        self._given = bound.get("labels"), keywords.get("shift_labels")
         self._value = self._function(*arguments, **keywords)
         self._version = self._value._version
         return self._value
 
-    def take(self, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a slice's share of the loss of the whole batch, of shape (1,).
+    def take(self, output: Any, keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Return a slice's share of the loss of the whole batch, and its number of labels.
 
-        The last value is forgotten: its graph keeps the hidden states of the whole batch.
+        Both have the shape (1,). The last value is forgotten: its graph keeps the hidden states of
+        the whole batch.
 
         Args:
             output: The output of the model.
-            labels: Those of the slice.
+            keywords: Its arguments, with the labels of the slice.
 
         Raises:
-            CannotCut: The model did not return the value of its loss function.
+            CannotCut: The model did not return the value of its loss function, or has changed
+                labels whose shifted ones the slice was given.
         """
         value, self._value = self._value, None
         if value is None or output.loss is not value or value._version != self._version:
             raise CannotCut("its loss is more than that of its loss function")
+        labels, shift_labels = self._given
+        if self.shifts and keywords.get("shift_labels") is not None:
+            is_same = labels is None or labels is keywords["labels"]
+            if not is_same or _version(self._labels) != self._labels_version:
+                raise CannotCut("its forward changes labels")
+        counted = labels if self.labels_of is not LabelsOf.NEXT_TOKENS else shift_labels
+        if counted is None:
+            counted = labels[..., 1:]
+        count = self._count(counted)
         if self._is_mean:
-            value = value * (labels.numel() / self._labels.numel())
-        return (value.reshape(1),)
+            value = value * (counted.numel() / self._labels.numel())
+        return value.reshape(1), count.reshape(1)
+
+    def of_batch(self, loss: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the whole batch: exactly the sum of shares, if labels are unchanged.
+
+        A forward may ignore more labels than the model is given, such as those of padding.
+
+        Args:
+            loss: The sum of all shares.
+            counts: Numbers of labels of all slices.
+        """
+        if not (self._is_own_count or self._is_mean):
+            return loss
+        return loss * (self._item_count.to(loss) / counts.sum())
+
+    def _count(self, labels: torch.Tensor) -> torch.Tensor:
+        if self._is_mean:
+            return torch.full((), labels.numel(), device=labels.device)
+        return (labels != IGNORED_LABEL).sum()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return a number that is another one behind each change in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_mean_of_outputs(config: Any, labels: torch.Tensor) -> bool:

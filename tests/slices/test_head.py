@@ -219,6 +219,55 @@ def test_a_head_that_uses_more_stays_whole(
     config.vocab_size, config.use_cache = 32, False
     model = made(config).train()
     model.gradient_checkpointing_enable()
+class CallsTwice(transformers.LlamaForCausalLM):
+    """Compares the logits of its inputs with those of others."""
+
+    def forward(self, inputs_embeds: Any = None, labels: Any = None, **keywords: Any) -> Any:
+        first = self.model(inputs_embeds=inputs_embeds, **keywords).last_hidden_state
+        halved = None if inputs_embeds is None else inputs_embeds / 2
+        other = self.model(inputs_embeds=halved, **keywords).last_hidden_state
+        logits = self.lm_head(first) - self.lm_head(other) / 2
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=32)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+class ReadsOtherStates(transformers.LlamaForCausalLM):
+    """Makes other inputs of its own, which slices do not have."""
+
+    def forward(self, inputs_embeds: Any = None, **keywords: Any) -> Any:
+        output = super().forward(inputs_embeds=inputs_embeds, **keywords)
+        other = self.model(inputs_embeds=inputs_embeds.tanh()).last_hidden_state
+        output.loss = output.loss + self.lm_head(other).square().mean()
+        return output
+
+
+class AddsToLogits(transformers.LlamaForCausalLM):
+    """Uses an argument behind its base model, that has the name of images."""
+
+    def forward(self, labels: Any = None, image_bias: Any = None, **keywords: Any) -> Any:
+        image_bias = torch.arange(32.0) if image_bias is None else image_bias
+        output = super().forward(**keywords)
+        output.logits = output.logits + image_bias
+        output.loss = self.loss_function(logits=output.logits, labels=labels, vocab_size=32)
+        return output
+
+
+@dataclass
+class Measured(transformers.modeling_outputs.CausalLMOutput):
+    """With a value of its own."""
+
+    accuracy: torch.Tensor | None = None
+
+
+class Measures(transformers.LlamaForCausalLM):
+    """Returns more than a loss and logits."""
+
+    def forward(self, **keywords: Any) -> Any:
+        output = super().forward(**keywords)
+        accuracy = (output.logits.argmax(-1) == keywords["labels"]).float().mean()
+        return Measured(loss=output.loss, logits=output.logits, accuracy=accuracy)
+
+
     ids = torch.randint(1, 30, (ROWS, 4))
     labels = ids.clone()
     labels[0] = 7
@@ -246,6 +295,10 @@ def test_a_model_without_a_known_head_says_so_once(caplog: pytest.LogCaptureFixt
     model = Plain(reentrant=False)
     ids = torch.randint(50, (ROWS, LENGTH))
     runs = sliced(model)
+        (CallsTwice, "its forward calls model several times"),
+        (ReadsOtherStates, "more than hidden states: 'NoneType'"),
+        (AddsToLogits, "image_bias may be used behind its base model"),
+        (Measures, "it also returns accuracy"),
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with runs.running((ids,), {}, lambda _: 3):
@@ -255,3 +308,5 @@ def test_a_model_without_a_known_head_says_so_once(caplog: pytest.LogCaptureFixt
     with sliced(model, slices_head=False).running((ids,), {}, lambda _: 3):
         model(ids)
     assert caplog.text == ""
+    if made is AddsToLogits:
+        inputs["image_bias"] = torch.randn(32)

@@ -124,6 +124,57 @@ def test_labels_of_tokens_are_counted_over_all_slices(caplog: pytest.LogCaptureF
     assert_close(found, expected)
 
 
+class MasksLabels(transformers.LlamaForCausalLM):
+    """Ignores the labels of padding."""
+
+    in_place = False
+
+    def forward(self, attention_mask: Any = None, labels: Any = None, **keywords: Any) -> Any:
+        if labels is not None and attention_mask is not None:
+            padding = attention_mask == 0
+            mask = labels.masked_fill_ if self.in_place else labels.masked_fill
+            labels = mask(padding, -100)
+        return super().forward(attention_mask=attention_mask, labels=labels, **keywords)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("items", [None, torch.tensor(77)])
+def test_labels_that_a_forward_ignores_are_not_counted(
+    in_place: bool, items: torch.Tensor | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On all ranks alike: the rows of some have no padding."""
+    model = classifier(3, None, MasksLabels)
+    model.in_place = in_place
+    inputs = rows_of((ROWS, LENGTH), torch.int64, 3) | {"num_items_in_batch": items}
+    labels = inputs["labels"].clone()
+    loss, expected = run(model, inputs | {"labels": labels.clone()}, 0)
+    for count in (1, 4):
+        with caplog.at_level(logging.WARNING):
+            found_loss, found = run(model, inputs | {"labels": labels.clone()}, count)
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_close(found, expected)
+    assert "head" not in caplog.text
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_forward_that_changes_labels_of_a_packed_row_keeps_the_head_whole(
+    in_place: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slices have shifted labels, made before the change."""
+    model = classifier(3, None, MasksLabels)
+    model.in_place = in_place
+    inputs = one_row(rows_of((ROWS, LENGTH), torch.int64, 3))
+    inputs["attention_mask"] = torch.ones(1, LENGTH).long()
+    inputs["attention_mask"][0, -5:] = 0
+    labels = inputs["labels"]
+    loss, expected = run(model, inputs | {"labels": labels.clone()}, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs | {"labels": labels.clone()}, 2)
+    assert "its forward changes labels" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
+
+
 def test_adapters_of_a_task_do_not_hide_the_head(caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft")
     model, inputs = make("classes")
