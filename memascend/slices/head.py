@@ -22,6 +22,7 @@ from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.fused import FusedLoss, check_counts, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
+from memascend.slices.outputs import with_logits_on_demand
 from memascend.slices.random_states import RandomState
 
 #: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
@@ -32,8 +33,6 @@ _OF_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "second_p
 #: Arguments that are used by the loss alone.
 _LABELS = ("labels", "shift_labels")
 _OF_LOSS = (*_LABELS, "num_items_in_batch")
-#: The attribute of an output that computes its logits.
-_READ = "_read_logits"
 #: Outputs of a base model that no loss of a slice is made of.
 _NOT_OF_LOSS = {
     "last_hidden_state",
@@ -138,18 +137,18 @@ class SlicedHead:
 
     def _run_base(self, given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
         """Return the output of the base model, as an exception carries it out of the model.
-        Also the names of the arguments that it is given, or would take.
 
+        Also the names of the arguments that it is given, or would take.
 
         Raises:
             _WholeOutput: The model has not called its base model; has its output.
         """
-        names = set(inspect.signature(base.forward).parameters)
         base = self._base
+        names = set(inspect.signature(base.forward).parameters)
 
+        def stop(*arguments: Any, **keywords: Any) -> Any:
             passed = {id(one) for one in (*arguments, *keywords.values()) if torch.is_tensor(one)}
             names.update(keywords, (name for name, one in given.items() if id(one) in passed))
-        def stop(*arguments: Any, **keywords: Any) -> Any:
             raise _BaseOutput(base(*arguments, **keywords))
 
         try:
@@ -161,8 +160,8 @@ class SlicedHead:
 
     def _run_tail(
         self,
-        of_base: frozenset[str],
         given: dict[str, Any],
+        of_base: frozenset[str],
         base_output: Any,
         loss_of: SlicedLoss | FusedLoss,
         batch: Batch,
@@ -208,21 +207,19 @@ class SlicedHead:
         )
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
+        loss = losses.sum(dtype=sum_dtype)
         if isinstance(loss_of, SlicedLoss):
             loss = loss_of.of_batch(loss, values[0])
-        loss = losses.sum(dtype=sum_dtype)
         rest = self._run_rest(given, base_output)
         if rest:
             loss = loss + rest.pop("loss")
         if isinstance(loss_of, FusedLoss):
             values_of_tokens = loss_of.outputs(values, is_shifted=is_shifted)
             return output_type[0](loss=loss, **rest | values_of_tokens)
-        output = _with_logits_on_demand(output_type[0])(loss=loss, **rest)
         read = functools.partial(
             self._read_logits, self._step_count(), base_type, hidden.detach(), keywords
         )
-        object.__setattr__(output, _READ, read)
-        return output
+        return with_logits_on_demand(output_type[0], {"loss": loss, **rest}, read)
 
     def _cut(self, leaves: Leaves, loss_of: SlicedLoss | FusedLoss, batch: Batch) -> Cut:
         if batch.documents is not None:
@@ -291,11 +288,11 @@ class SlicedHead:
 
     @property
     def _prefix(self) -> str:
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CannotCut(f"its forward calls {self._prefix} several times")
-
         prefix: str = self._model.base_model_prefix  # type: ignore[assignment]
         return prefix
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CannotCut(f"its forward calls {self._prefix} several times")
 
     @property
     def _base(self) -> Any:
@@ -390,6 +387,9 @@ class LossCut:
         if output.dim() < 2:
             return (self.count,)
         # Of a loss these are values of tokens, one fewer than a sequence has (FusedLoss.take).
+        return self.inputs.whole_shape(number, output, is_of_rows=True)
+
+
 def _once(output: Any, later: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with this output at its first call; later ones are another function's."""
     left = [output]
@@ -424,9 +424,6 @@ def _of_tail(given: dict[str, Any], of_base: frozenset[str], *, pools: bool) -> 
         elif name not in of_base:
             raise CannotCut(f"{name} may be used behind its base model")
     return found
-
-
-        return self.inputs.whole_shape(number, output, is_of_rows=True)
 
 
 class _Output(Exception):
@@ -477,21 +474,3 @@ class _NoGradient(torch.autograd.Function):
             " computes a loss from the logits of a model that it gives labels. fix: "
             '"head": false in memascend.micro_batches'
         )
-
-
-@functools.cache
-def _with_logits_on_demand(output_type: Any) -> type:
-    """Return a subclass of a model's output that computes its logits when they are read."""
-
-    def get(self: Any, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if name == "logits" and value is None and _READ in vars(self):
-            value = vars(self)[_READ]()
-            object.__setattr__(self, name, value)
-        return value
-
-    def get_item(self: Any, key: Any) -> Any:
-        return self.logits if key == "logits" else output_type.__getitem__(self, key)
-
-    names = {"__getattribute__": get, "__getitem__": get_item}
-    return type(output_type.__name__, (output_type,), names)

@@ -45,6 +45,44 @@ def test_logits_exist_for_one_slice_until_they_are_read(caplog: pytest.LogCaptur
         assert model(**inputs).logits.shape[0] == ROWS
 
 
+@pytest.mark.parametrize("family", ["llama-untied", "mixtral-untied"])
+def test_logits_have_the_place_of_stock_ones(family: str) -> None:
+    model: Any = make(family)
+    inputs = batch(model)
+    if family.startswith("mixtral"):
+        inputs["output_router_logits"] = True
+    stock = model(**inputs)
+    seen: list[int] = []
+    whole = model.lm_head.forward
+    model.lm_head.forward = lambda states: (seen.append(states.shape[0]), whole(states))[1]
+
+    def fresh() -> Any:
+        with sliced(model).running((), inputs, lambda _: 3):
+            output = model(**inputs)
+        seen.clear()
+        return output
+
+    place = list(stock.keys()).index("logits")
+    for read in (
+        lambda output: output[place],
+        lambda output: output[place : place + 1][0],
+        lambda output: output.to_tuple()[place],
+        lambda output: output.get("logits"),
+    ):
+        torch.testing.assert_close(read(fresh()), stock.logits)
+        assert seen == [ROWS]
+    output = fresh()
+    assert "logits" in output
+    assert "hidden_states" not in output
+    assert output.get("hidden_states", 7) == 7
+    assert output[0] is output["loss"]
+    assert torch.equal(output[0], output[:1][0])
+    assert seen == [], "a reader of the loss computes no logits"
+    assert list(map(type, output.to_tuple())) == list(map(type, stock.to_tuple()))
+    with pytest.raises(IndexError):
+        _ = output[len(stock.to_tuple())]
+
+
 def test_reading_logits_changes_no_gradient() -> None:
     model: Any = make("llama-untied")
     inputs = batch(model)
@@ -181,44 +219,6 @@ class ReturnsMore(transformers.LlamaForCausalLM):
         )
 
 
-class AddsToLoss(transformers.LlamaForCausalLM):
-    """Adds to its loss in place, as mixtures of experts do."""
-
-    def forward(self, **keywords: Any) -> Any:
-        output = super().forward(**keywords)
-        output.loss += self.lm_head.weight.square().mean()
-        return output
-
-
-@dataclass
-class More(transformers.utils.ModelOutput):
-    """What that one returns."""
-
-    last_hidden_state: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-
-
-@pytest.mark.parametrize(
-    ("made", "reason"),
-    [
-        (OtherLabel, "ignores the label 7"),
-        (ReadsStates, "more than hidden states: 'NoneType'"),
-        (ReturnsMore, "also returns pooled"),
-        (AddsToLoss, "its loss is more than that of its loss function"),
-    ],
-)
-def test_a_head_that_uses_more_stays_whole(
-    made: type[Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    config.vocab_size, config.use_cache = 32, False
-    model = made(config).train()
-    model.gradient_checkpointing_enable()
 class CallsTwice(transformers.LlamaForCausalLM):
     """Compares the logits of its inputs with those of others."""
 
@@ -268,10 +268,54 @@ class Measures(transformers.LlamaForCausalLM):
         return Measured(loss=output.loss, logits=output.logits, accuracy=accuracy)
 
 
+class AddsToLoss(transformers.LlamaForCausalLM):
+    """Adds to its loss in place, as mixtures of experts do."""
+
+    def forward(self, **keywords: Any) -> Any:
+        output = super().forward(**keywords)
+        output.loss += self.lm_head.weight.square().mean()
+        return output
+
+
+@dataclass
+class More(transformers.utils.ModelOutput):
+    """What that one returns."""
+
+    last_hidden_state: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (OtherLabel, "ignores the label 7"),
+        (ReadsStates, "more than hidden states: 'NoneType'"),
+        (ReturnsMore, "also returns pooled"),
+        (AddsToLoss, "its loss is more than that of its loss function"),
+        (CallsTwice, "its forward calls model several times"),
+        (ReadsOtherStates, "more than hidden states: 'NoneType'"),
+        (AddsToLogits, "image_bias may be used behind its base model"),
+        (Measures, "it also returns accuracy"),
+    ],
+)
+def test_a_head_that_uses_more_stays_whole(
+    made: type[Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.vocab_size, config.use_cache = 32, False
+    model = made(config).train()
+    model.gradient_checkpointing_enable()
     ids = torch.randint(1, 30, (ROWS, 4))
     labels = ids.clone()
     labels[0] = 7
     inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "labels": labels}
+    if made is AddsToLogits:
+        inputs["image_bias"] = torch.randn(32)
     loss, expected = run(model, inputs, 0)
     with caplog.at_level(logging.WARNING):
         found_loss, found = run(model, inputs, 3)
@@ -295,10 +339,6 @@ def test_a_model_without_a_known_head_says_so_once(caplog: pytest.LogCaptureFixt
     model = Plain(reentrant=False)
     ids = torch.randint(50, (ROWS, LENGTH))
     runs = sliced(model)
-        (CallsTwice, "its forward calls model several times"),
-        (ReadsOtherStates, "more than hidden states: 'NoneType'"),
-        (AddsToLogits, "image_bias may be used behind its base model"),
-        (Measures, "it also returns accuracy"),
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with runs.running((ids,), {}, lambda _: 3):
@@ -308,5 +348,3 @@ def test_a_model_without_a_known_head_says_so_once(caplog: pytest.LogCaptureFixt
     with sliced(model, slices_head=False).running((ids,), {}, lambda _: 3):
         model(ids)
     assert caplog.text == ""
-    if made is AddsToLogits:
-        inputs["image_bias"] = torch.randn(32)
