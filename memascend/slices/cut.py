@@ -211,6 +211,8 @@ def cut_batch(
     tensors = [value for value in leaves.values if torch.is_tensor(value)]
     if not tensors:
         raise CannotCut("it has no tensor")
+    if batch == 0:
+        raise CannotCut("its batch has no rows")
     first = tensors[0]
     if first.dim() < 3 and not _is_index(first):
         raise CannotCut(f"its first tensor has the shape {tuple(first.shape)}: no sequences")

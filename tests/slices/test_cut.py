@@ -213,3 +213,8 @@ def test_lists_of_sizes_may_be_as_long_as_the_batch() -> None:
         assert cut(STATES[:2], batch=2, **{name: (4, 4)}).dimensions == (0, None, None)
     assert cut(STATES[:2], batch=2, spatial_shapes_list=[(4, 4), (2, 2)]).dimensions[0] == 0
     assert cut(STATES[:1], [5], batch=1).dimensions == (0, None)
+
+
+def test_a_batch_of_no_rows_is_not_cut() -> None:
+    with pytest.raises(CannotCut, match="has no rows"):
+        cut_batch(Leaves.of((torch.zeros(0, 3, 8),), {}), 0, 2)
