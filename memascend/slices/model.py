@@ -34,6 +34,7 @@ _NO_LAYERS = (
     "none of its layers is checkpointed. fix: turn activation checkpointing on "
     "(`gradient_checkpointing=True` in the Trainer, `model.gradient_checkpointing_enable()`)"
 )
+_NO_TENSOR = "none of its arguments is a tensor of sequences"
 _NO_HEAD = (
     "it is none of transformers' models with a base model and one head behind it, so its loss is "
     "that of its own code"
@@ -78,8 +79,12 @@ class SlicedModel:
             keywords: Its named ones.
             count_of: Returns the number of slices for so many sequences.
         """
+        if not (self._module.training and torch.is_grad_enabled()):
+            yield
+            return
         sequences = batch_of(arguments, keywords)
-        if sequences is None or not (self._module.training and torch.is_grad_enabled()):
+        if sequences is None:
+            self._slicer.note(type(self._module).__name__, _NO_TENSOR)
             yield
             return
         recorded = _recorded(self._module, keywords)
@@ -90,7 +95,8 @@ class SlicedModel:
             yield
             return
         documents = self._documents(keywords, count_of) if sequences == 1 else None
-        batch = Batch(sequences, count_of(sequences), documents)
+        # An error about memory names the number that was asked for last: that of documents.
+        batch = Batch(sequences, 1 if documents else count_of(sequences), documents)
         self._note_count(batch.slice_count_max)
         undo: Undo = []
         try:

@@ -13,7 +13,7 @@ import torch
 from memascend.slices.auto import NO_LIMIT, AutoSlices, Need, StatedSlices
 from memascend.slices.layers import Slicer
 from memascend.slices.model import SlicedModel
-from tests.support.sliced_models import LENGTH, ROWS, Plain, Weights, gradients
+from tests.support.sliced_models import LENGTH, ROWS, Plain, Weights, gradients, make
 
 HELD, SEQUENCE, WEIGHTS, REDUCED = 1000, 10, 300, 50
 
@@ -267,3 +267,21 @@ def test_an_error_names_smaller_slices_than_the_stated_ones(
     assert str(caught.value).count(expected) == 1
     model.zero_grad()
     assert equal(step(), by_hand(model, ids, sequences))
+
+
+def test_an_error_in_a_packed_row_names_slices_of_documents() -> None:
+    model: Any = make("llama-untied")
+    stated = StatedSlices(lambda batch: -(-batch // 4))
+    running = SlicedModel(model, Slicer(stated.watched(Failing)), slices_head=True).running
+    row = torch.randint(1, 50, (1, 64))
+    inputs = {"input_ids": row, "position_ids": torch.arange(4).repeat(16)[None], "labels": row}
+    Failing.fails_in = ("forward", 1)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        running((), inputs, stated.slices_of),
+    ):
+        model(**inputs)
+    assert str(caught.value).endswith(
+        "memory ran out in one of 4 slices of up to 4 sequence(s). fix: "
+        '{"micro_batches": {"sequences": 2}} in the block'
+    )

@@ -185,3 +185,29 @@ def test_a_model_is_copied_while_it_runs_and_behind() -> None:
     expected = run(model, inputs, 0)[1]
     run(model, inputs, 3)
     assert_close(run(copy.deepcopy(model), inputs, 2)[1], expected)
+
+
+def test_a_batch_that_is_not_to_be_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Given(Plain):
+        def forward(self, rows: Any) -> torch.Tensor:
+            return super().forward(rows["ids"])
+
+    model, rows = Given(reentrant=False), {"ids": torch.randint(50, (ROWS, LENGTH))}
+    runs = sliced(model)
+    with caplog.at_level(logging.WARNING):
+        with torch.no_grad(), runs.running((rows,), {}, lambda _: 3):
+            model(rows)
+        for _ in range(2):
+            with runs.running((rows,), {}, lambda _: 3):
+                model(rows)
+    (line,) = caplog.messages
+    assert line.endswith("at once: none of its arguments is a tensor of sequences")
+
+
+def test_a_batch_of_no_rows_is_one_slice(passes: list[tuple[str, list[int]]]) -> None:
+    """Other ranks may have rows, and gather weights as often."""
+    model, ids = Plain(reentrant=False), torch.randint(50, (0, LENGTH))
+    with sliced(model).running((ids,), {}, lambda _: 1):
+        model(ids).backward()
+    calls = 3  # the embedding and two layers
+    assert passes == [("forward", [0])] * calls + [("backward", [0])] * calls
