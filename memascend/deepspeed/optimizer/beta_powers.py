@@ -91,14 +91,14 @@ class BetaPowers:
 
 def powers_of(base: Any) -> BetaPowers | None:
     """Return the powers of an optimizer that has just been constructed; None if it is no Adam."""
-    adam = cpu_adam(base)
+    adam = adam_of(base)
     if adam is None:
         return None
     recomputes = recomputes_powers(adam.ds_opt_adam)
     return BetaPowers.at_start(adam.defaults["betas"], recomputes=recomputes)
 
 
-def cpu_adam(base: Any) -> Any:
+def adam_of(base: Any) -> Any:
     """Return the DeepSpeedCPUAdam that the base optimizer is, or has beside Muon; else None."""
     found = getattr(base, "aux_optimizer", base)
     return found if type(found) is DeepSpeedCPUAdam else None

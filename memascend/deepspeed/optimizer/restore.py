@@ -23,7 +23,7 @@ from memascend.checkpoint.converted import converted
 from memascend.checkpoint.manifest import SavedPowers
 from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.config.deepspeed import Aio
-from memascend.deepspeed.optimizer.beta_powers import BetaPowers, cpu_adam
+from memascend.deepspeed.optimizer.beta_powers import BetaPowers, adam_of
 from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.deepspeed.optimizer.upstream import ReadBytes, Upstream
@@ -150,7 +150,7 @@ def _as_kept(
     it is not, has values of its narrower dtype already.
     """
     base, kept = upstream.base, {}
-    if cpu_adam(base) is not None:
+    if adam_of(base) is not None:
         dtype = state_dtype(base, upstream.master_dtype, steps.asked_dtype)
         kept = dict.fromkeys(MOMENTS, dtype) | moments(steps.asked_dtype)
     wanted: dict[str | None, torch.dtype] = {
@@ -195,7 +195,7 @@ def replay_beta_powers(
         powers: Those of the fused step, which follow.
         saved: Those of the run that saved; None: unknown.
     """
-    adam = cpu_adam(upstream.base)
+    adam = adam_of(upstream.base)
     if adam is None:
         return
     scratch = [torch.zeros(1) for _ in range(4)]

@@ -62,7 +62,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """States and tensors of what is restored."""
     found: list[Any] = []
     monkeypatch.setattr(
-        checkpoint, "restore", lambda _, __, slots, states, ts: found.append((states, ts))
+        checkpoint, "restore", lambda _, __, slots, states, ts, powers: found.append((states, ts))
     )
     return found
 
