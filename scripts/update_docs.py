@@ -120,26 +120,25 @@ def answer(*, model: str = "Qwen/Qwen3-8B") -> str:
     return f"```text\n{text[: text.index(_TITLE_OF_TABLE)].rstrip()}\n```"
 
 
-def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
-    """Return time, wear and drive space of the README's commands, with config's limit."""
-    found, without = (
-        json.loads(printed("plan", model, *limit, *_MACHINE, "--json"))["answer"]
-        for limit in (("--limit", f"{limit_gib}GiB"), ())
-    )
+def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16, batch: int = 8) -> str:
+    """Return tokens, time, wear and drive space of the README's commands, with config's limit."""
+    options = ("--limit", f"{limit_gib}GiB", "--context", "4096", "--batch", str(batch))
+    found = json.loads(printed("plan", model, *options, *_MACHINE, "--json"))["answer"]
     if not found["fits"]:
         raise SystemExit(f"README's {model} does not fit its machine: {found['lacking']}")
     names = ("drive", "checkpoint", "model")
     run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
+    seconds, written = found["step_seconds"], found["written_bytes"]
     text = (
-        f"{model.rpartition('/')[2]} fits a GPU of 24 GiB, 32 GiB of RAM and a 2 TB SSD: memascend "
-        f"takes {limit_gib} GiB of RAM, most of it as a cache, {found['needed'][HOST] / GIB:.0f} "
-        f"with Python and torch, and a step {found['step_seconds']:.0f} s of the SSD's time ("
-        f"{without['step_seconds']:.0f} s without this cache, as in the table below); {WEAR_STEPS} "
-        "steps write "
-        f"{WEAR_STEPS * found['written_bytes'] / TERABYTE:.0f} TB. The SSD needs room for "
+        f"{model.rpartition('/')[2]} fits a GPU of 24 GiB, 32 GiB of RAM and a 2 TB SSD, with "
+        f"{found['needed'][HOST] / GIB:.0f} GiB of RAM: `config` sets a limit of half of the RAM, "
+        f"most of it a cache, and Python and torch take the rest. A step of {batch} x 4096 tokens "
+        f"takes the SSD {seconds:.0f} s: {found['tokens'] / seconds:.0f} tokens a second, "
+        f"{WEAR_STEPS * seconds / 3600:.0f} hours for {WEAR_STEPS} steps, which write "
+        f"{WEAR_STEPS * written / TERABYTE:.0f} TB. The SSD needs room for "
         f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
         f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model; "
-        f"the download of the model takes {saved:.0f} where the Hub's cache is."
+        f"the download takes {saved:.0f} where the Hub's cache is."
     )
     return textwrap.fill(text, width=150)
 

@@ -87,6 +87,7 @@ ELSEWHERE = {
     "memascend volume format /dev/*": "tests/cli/volume/test_device.py",
     "memascend volume show DEVICE --json": "tests/cli/volume/test_device.py",
     "pip install .": "tests/test_wheel.py",
+    "pip install . *": "tests/test_wheel.py",
     "pip install memascend-*.whl": "tests/test_wheel.py",
     "python -m pip wheel *": "tests/test_wheel.py",
     "python -m tests.device.waits --whole": "tests/device/test_waits.py",

@@ -271,7 +271,7 @@ def test_the_batch_of_the_readme_is_that_of_the_recipes_and_one_below_the_plans(
     answer = json.loads(capsys.readouterr().out)["answer"]
     largest = answer["tokens"] // int(length)
     assert largest == int(batch) + 1
-    assert f"the largest batch: {largest} here, an estimate, so use {batch}" in readme
+    assert f"{largest} on the machine below, so use {batch}" in readme
     [row] = re.findall(r"^\| Qwen3-8B \|.*", readme, re.MULTILINE)
     assert f" {answer['tokens']:,} " in row
 
