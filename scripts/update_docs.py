@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from memascend.base import device_memory, sizes
 from memascend.base.units import GIB, PAGE_BYTES
-from memascend.cli.config import TRAINER, config_for
+from memascend.cli.config import TRAINER, config_for, one_pass_sections
 from memascend.cli.main import main as run_memascend
 from memascend.cli.plan_answer import HOST, RATED_BYTES, TERABYTE, WEAR_STEPS
 from memascend.config.block import ActivationConfig, MemAscendConfig
@@ -41,6 +41,8 @@ BEGIN, END = "<!-- {}: written by scripts/update_docs.py -->", "<!-- end of {} -
 GPU_TFLOPS = 50
 #: For each parameter and token: 2 forward, as many in recomputation, 4 backward.
 OPERATIONS = 8
+#: README's GPU, batch and slice: sequences of 4096 tokens.
+GPU_GIB, BATCH, SLICE = 24, 32, 2
 #: Keys without which there is no such thing; others are chosen at the start.
 ABSENT = {"report", "micro_batches", "endurance", "write_budget"}
 KINDS = {int: "integer", float: "number", str: "text", bool: "true, false"}
@@ -85,14 +87,31 @@ def scaled(*, model: str = "Llama-3.1-70B", ranks: int = 8) -> str:
     return "\n".join(lines)
 
 
+def planned(
+    model: str, limit: str | None, *, batch: int, accumulation: int = 1, is_one_pass: bool = True
+) -> dict[str, Any]:
+    """Return the plan of README's JSON with sequences of 4096 tokens on README's machine."""
+    sections = one_pass_sections(SLICE, GPU_GIB * GIB) if is_one_pass else {}
+    config = config_for("/mnt/ssd", limit, caller=TRAINER, sections=sections)
+    config["gradient_accumulation_steps"] = accumulation
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        options = ("--config", file.name, "--context", "4096", "--batch", str(batch))
+        found: dict[str, Any] = json.loads(printed("plan", model, *options, *_MACHINE, "--json"))
+    if not found["answer"]["fits"]:
+        raise SystemExit(f"{model} does not fit README's machine: {found['answer']['lacking']}")
+    return found
+
+
 def machine() -> str:
-    """Return the table of models on one machine: memory, drive, a step, wear."""
-    titles = ["model", "host memory", "tuned stock", "on the SSD", "tokens in a step"]
-    titles += ["time of the SSD", f"a GPU at {GPU_TFLOPS} TFLOP/s", "tokens per second"]
-    titles += ["1000 steps write", f"{RATED_BYTES // TERABYTE} TB last for"]
+    """Return the table of models on one machine, in one pass: memory, drive, a step, wear."""
+    titles = ["model", "host memory", "tuned stock", "on the SSD", "time of the SSD"]
+    titles += [f"a GPU at {GPU_TFLOPS} TFLOP/s", "tokens per second", "1000 steps write"]
+    titles += [f"{RATED_BYTES // TERABYTE} TB last for"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for model in ("Llama-3.2-3B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B"):
-        found = json.loads(printed("plan", model, *_MACHINE, "--json"))
+        found = planned(model, None, batch=BATCH)
         answer = found["answer"]
         seconds = answer["step_seconds"]
         operations = OPERATIONS * found["parameters"] * answer["tokens"]
@@ -103,12 +122,11 @@ def machine() -> str:
             f"**{max(found['memascend'][f'{name}_bytes'] for name in _PEAKS) / GIB:.1f} GiB**",
             f"{stock_bytes / GIB:.0f} GiB",
             f"{answer['drive_bytes'] / 1e9:.0f} GB",
-            f"{answer['tokens']:,}",
             f"{seconds:.0f} s",
             f"{operations / (GPU_TFLOPS * 10**12):.0f} s",
             f"{answer['tokens'] / seconds:.0f}",
             f"{WEAR_STEPS * answer['written_bytes'] / TERABYTE:.0f} TB",
-            f"{round(steps, -2):,.0f} steps, {steps * seconds / 86400:.0f} days",
+            f"{round(steps, -2):,.0f} steps, {steps * answer['tokens'] / 1e9:.1f} billion tokens",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -120,22 +138,19 @@ def answer(*, model: str = "Qwen/Qwen3-8B") -> str:
     return f"```text\n{text[: text.index(_TITLE_OF_TABLE)].rstrip()}\n```"
 
 
-def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16, batch: int = 8) -> str:
+def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16) -> str:
     """Return tokens, time, wear and drive space of the README's commands, with config's limit."""
-    options = ("--limit", f"{limit_gib}GiB", "--context", "4096", "--batch", str(batch))
-    found = json.loads(printed("plan", model, *options, *_MACHINE, "--json"))["answer"]
-    if not found["fits"]:
-        raise SystemExit(f"README's {model} does not fit its machine: {found['lacking']}")
+    found = planned(model, f"{limit_gib}GiB", batch=BATCH)["answer"]
     names = ("drive", "checkpoint", "model")
     run, checkpoint, saved = (found[f"{name}_bytes"] / 1e9 for name in names)
     seconds, written = found["step_seconds"], found["written_bytes"]
     text = (
-        f"{model.rpartition('/')[2]} fits a GPU of 24 GiB, 32 GiB of RAM and a 2 TB SSD, with "
-        f"{found['needed'][HOST] / GIB:.0f} GiB of RAM: `config` sets a limit of half of the RAM, "
-        f"most of it a cache, and Python and torch take the rest. A step of {batch} x 4096 tokens "
-        f"takes the SSD {seconds:.0f} s: {found['tokens'] / seconds:.0f} tokens a second, "
-        f"{WEAR_STEPS * seconds / 3600:.0f} hours for {WEAR_STEPS} steps, which write "
-        f"{WEAR_STEPS * written / TERABYTE:.0f} TB. The SSD needs room for "
+        f"{model.rpartition('/')[2]} fits a GPU of {GPU_GIB} GiB, 32 GiB of RAM and a 2 TB SSD, "
+        f"with {found['needed'][HOST] / GIB:.0f} GiB of RAM: `config` sets a limit of half of the "
+        "RAM, most of it a cache, and Python and torch take the rest. A step of "
+        f"{BATCH} x 4096 tokens takes the SSD {seconds:.0f} s: {found['tokens'] / seconds:.0f} "
+        f"tokens a second, {WEAR_STEPS * seconds / 3600:.0f} hours for {WEAR_STEPS} steps, which "
+        f"write {WEAR_STEPS * written / TERABYTE:.0f} TB. The SSD needs room for "
         f"{run + 2 * checkpoint + 2 * saved:.0f} GB: {run:.0f} for the run, 2 x {checkpoint:.0f} "
         f"for checkpoints (one goes when the next is there), 2 x {saved:.0f} for the saved model; "
         f"the download takes {saved:.0f} where the Hub's cache is."
@@ -144,29 +159,20 @@ def quick_start(*, model: str = "Qwen/Qwen3-8B", limit_gib: int = 16, batch: int
 
 
 def larger_batch(*, model: str = "Qwen/Qwen3-8B") -> str:
-    """Return writes and tokens of README's batch, and of one of 32, accumulated and in one pass."""
+    """Return writes and tokens of a batch at once, accumulated, and in one pass."""
     common = f"memascend plan {model} --config ds.json --context 4096 --fused-loss"
-    recipe = json.loads((ROOT / "configs" / "recipes" / "one_pass.json").read_text("utf-8"))
-    sections = {name: recipe["memascend"][name] for name in ("micro_batches", "activations")}
     lines = [
         f"| `{common}` with | GB written per million tokens | tokens per second |",
         "|---|---|---|",
     ]
-    for batch, title, accumulation, added in (
-        (8, "`--batch 8`", "auto", {}),
-        (8, "`--batch 8`, and 4 as the JSON's `gradient_accumulation_steps`", 4, {}),
-        (32, "`--batch 32`, and the two sections", "auto", sections),
+    for batch, title, accumulation in (
+        (8, "`--batch 8`", 1),
+        (8, "`--batch 8`, and 4 as the JSON's `gradient_accumulation_steps`", 4),
+        (BATCH, f"`--batch {BATCH}`, and the two sections", 1),
     ):
-        config = config_for("/mnt/ssd", "16GiB", caller=TRAINER)
-        config["gradient_accumulation_steps"] = accumulation
-        config["memascend"] |= added
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(config, file)
-            file.flush()
-            options = ("--config", file.name, "--context", "4096", "--batch", str(batch))
-            found = json.loads(printed("plan", model, *options, *_MACHINE, "--json"))["answer"]
-        if not found["fits"]:
-            raise SystemExit(f"{title} does not fit the machine: {found['lacking']}")
+        found = planned(
+            model, "16GiB", batch=batch, accumulation=accumulation, is_one_pass=batch == BATCH
+        )["answer"]
         written = found["written_bytes"] / found["tokens"] * 1e6 / 1e9
         rate = found["tokens"] / found["step_seconds"]
         lines.append(f"| {title} | {written:,.0f} | {rate:.0f} |")
@@ -292,7 +298,7 @@ def of_form(shapes: ModelShapes) -> dict[str, int | bool]:
     }
 
 
-_MACHINE = ("--device-memory", "24GiB", "--host-memory", "32GiB", "--drive-space", "2TB")
+_MACHINE = ("--device-memory", f"{GPU_GIB}GiB", "--host-memory", "32GiB", "--drive-space", "2TB")
 _MACHINE += ("--fused-loss",)
 #: The line above the plan's table.
 _TITLE_OF_TABLE = " " * 20 + "one rank"

@@ -335,11 +335,11 @@ def test_the_first_sentences_of_the_readme_have_the_numbers_of_its_chart_and_tab
     assert ours < 1
     [row] = re.findall(r"^\| Llama-3\.1-8B \|.*", text, re.M)
     [seconds, _] = re.findall(r" (\d+) s ", row)
-    assert "a step takes a consumer SSD over three minutes" in first
-    assert 180 < int(seconds) < 210
-    [steps] = re.findall(r" ([\d,]+) steps", row)
-    assert "rated writes last for about 10,000 steps" in first
-    assert round(int(steps.replace(",", "")), -3) in (10_000, 11_000)
+    assert "takes four minutes for a step of 131,072 tokens" in first
+    assert round(int(seconds) / 60) == 4
+    [billions] = re.findall(r" ([\d.]+) billion tokens", row)
+    assert "rated writes last for a billion tokens" in first
+    assert round(float(billions)) == 1
 
 
 def test_a_configuration_key_that_is_gone_is_noticed(update_docs: ModuleType) -> None:

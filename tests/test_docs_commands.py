@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from memascend.base.units import GIB
 from memascend.cli.compare import command as compare
 from memascend.cli.compare import run as running
 from memascend.cli.compare.warm_up import WarmUp
+from memascend.cli.config import one_pass_sections
 from memascend.cli.main import main
 from memascend.config.block import active_config, parse_block
 from memascend.config.deepspeed import parse_deepspeed
@@ -139,11 +141,10 @@ def test_the_quick_start_of_the_readme_can_be_followed(
     assert active_config(changed) is not None
 
 
-def test_the_first_page_has_the_sections_of_the_recipe_for_a_larger_batch() -> None:
+def test_the_first_page_has_the_sections_that_config_writes_for_a_larger_batch() -> None:
     _, larger = code_blocks(START, "json")
-    recipe = json.loads((ROOT / "configs/recipes/one_pass.json").read_text(encoding="utf-8"))
-    shown = json.loads(f"{{{larger}}}")
-    assert shown == {"memascend": recipe["memascend"] | {"host_memory_limit": "16GiB"}}
+    sections = one_pass_sections(2, 24 * GIB)
+    assert json.loads(f"{{{larger}}}")["memascend"] == {"host_memory_limit": "16GiB"} | sections
 
 
 def test_the_first_page_can_be_followed(

@@ -163,6 +163,7 @@ NAMES = (
     "memascend checkpoint to-universal",
     "memascend compare",
     "memascend config",
+    "memascend config --one-pass 2",
     "memascend doctor --config",
     "memascend plan",
     "memascend plan --config",

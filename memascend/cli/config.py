@@ -24,6 +24,8 @@ from memascend.system.mounts import IN_MEMORY, filesystem_of
 
 #: Part of the host memory for memascend; the rest is for the script, its data and the page cache.
 LIMIT_SHARE = 0.5
+#: Part of a GPU's memory for checkpoints of one pass; a layer, its slice and the loss need more.
+CHECKPOINTS_SHARE = 1 / 3
 TRAINER, LOOP = "trainer", "loop"
 #: Stands for the folder that a job makes on the drive of each node (deploy/launch_node.sh).
 JOB_FOLDER = "@SWAP@"
@@ -54,6 +56,13 @@ def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--ranks", type=whole_number, help="ranks on this machine (default: its GPUs, at least 1)"
     )
+    parser.add_argument(
+        "--one-pass",
+        type=whole_number,
+        metavar="SEQUENCES",
+        help="compute a large batch in slices of so many sequences: a third of the GPU's memory "
+        "keeps their checkpoints, the drive the others (needs gradient checkpointing)",
+    )
     parser.set_defaults(run=config_command)
 
 
@@ -66,25 +75,37 @@ def config_command(args: argparse.Namespace) -> int:
     """
     path: Path = args.nvme_path
     if str(path) == JOB_FOLDER:
-        print(json.dumps(config_for(JOB_FOLDER, LIMIT_SHARE, caller=args.caller), indent=2))
+        sections = one_pass_sections(args.one_pass, None)
+        found = config_for(JOB_FOLDER, LIMIT_SHARE, caller=args.caller, sections=sections)
+        print(json.dumps(found, indent=2))
         return 0
     _check_folder(path)
     if (kind := filesystem_of(path)) in IN_MEMORY:
         raise ConfigError(
             f"--nvme-path {path} is on {kind}, which is host memory. Name a folder on an SSD"
         )
-    ranks = args.ranks or max(1, len(list_gpus()))
+    gpus = list_gpus()
+    ranks = args.ranks or max(1, len(gpus))
     total_bytes = memory_total()
     limit_bytes = recommended_limit(total_bytes, ranks)
     gibibytes, rest = divmod(limit_bytes, GIB)
     limit = limit_bytes if rest else f"{gibibytes}GiB"
-    print(json.dumps(config_for(str(path.resolve()), limit, caller=args.caller), indent=2))
+    device_bytes = min((gpu.memory_bytes for gpu in gpus), default=None)
+    sections = one_pass_sections(args.one_pass, device_bytes)
+    found = config_for(str(path.resolve()), limit, caller=args.caller, sections=sections)
+    print(json.dumps(found, indent=2))
     print(
         f"host_memory_limit {format_nbytes(limit_bytes)} for each of {ranks} rank(s): "
         f"{ranks * limit_bytes / total_bytes:.0%} of {format_nbytes(total_bytes)}; less is slower, "
         "see memascend plan --config",
         file=sys.stderr,
     )
+    if sections and device_bytes is None:
+        print(
+            "one pass: no GPU here, so that all checkpoints go to the drive. On a machine with one "
+            "set memascend.activations.device_bytes to a third of its memory",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -122,10 +143,27 @@ def recommended_limit(total_bytes: int, ranks: int) -> int:
     return limit_bytes // GIB * GIB or limit_bytes
 
 
-def config_for(nvme_path: str, limit: str | float, *, caller: str) -> dict[str, Any]:
+def one_pass_sections(sequences: int | None, device_bytes: int | None) -> dict[str, Any]:
+    """Return the sections of one pass for a GPU of so many bytes; empty without `sequences`."""
+    if sequences is None:
+        return {}
+    activations: dict[str, Any] = {"enabled": True}
+    if device_bytes is not None:
+        activations["device_bytes"] = f"{round(device_bytes * CHECKPOINTS_SHARE / GIB)}GiB"
+    return {"micro_batches": {"sequences": sequences}, "activations": activations}
+
+
+def config_for(
+    nvme_path: str,
+    limit: str | float | None,
+    *,
+    caller: str,
+    sections: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the DeepSpeed JSON: with "auto" for the Trainer, with numbers for a loop.
 
-    `limit` is host memory of a rank: bytes, a size, or a fraction of that of the machine.
+    `limit` is host memory of a rank: bytes, a size, or a fraction of that of the machine; without
+    one memascend chooses. `sections` are more of its block.
     """
     is_trainer = caller == TRAINER
     offload = {"device": "nvme", "nvme_path": nvme_path}
@@ -153,5 +191,5 @@ def config_for(nvme_path: str, limit: str | float, *, caller: str) -> dict[str, 
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": adam},
         **batch,
-        "memascend": {"host_memory_limit": limit},
+        "memascend": ({} if limit is None else {"host_memory_limit": limit}) | (sections or {}),
     }

@@ -10,10 +10,12 @@ import pytest
 from memascend.base.units import GIB, MIB
 from memascend.cli import config
 from memascend.cli.main import main
+from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
 from memascend.plan.request import PlanRequest
+from memascend.system.gpus import Gpu
 from tests.support.source_tree import ROOT
 
 
@@ -52,6 +54,38 @@ def test_a_loop_gets_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     check_config(settings)
     request = PlanRequest.from_deepspeed(found)
     assert (request.precision, request.parameters_device) == ("bf16", "nvme")
+
+
+def test_one_pass_keeps_checkpoints_in_a_third_of_the_smallest_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cards = [Gpu("one", 24564 * MIB, "1"), Gpu("another", 81559 * MIB, "1")]
+    monkeypatch.setattr(config, "list_gpus", lambda: cards)
+    found, said = written(capsys, tmp_path, "--one-pass", "2")
+    assert found["memascend"] == {
+        "host_memory_limit": "8GiB",
+        "micro_batches": {"sequences": 2},
+        "activations": {"enabled": True, "device_bytes": "8GiB"},
+    }
+    assert active_config(found) is not None
+    check_config(parse_deepspeed(found))
+    assert "one pass" not in said
+
+
+def test_one_pass_without_a_gpu_sends_all_checkpoints_to_the_drive_and_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found, said = written(capsys, tmp_path, "--one-pass", "4", "--for", "loop")
+    block = found["memascend"]
+    assert isinstance(block, dict)
+    assert block["activations"] == {"enabled": True}
+    assert block["micro_batches"] == {"sequences": 4}
+    assert "memascend.activations.device_bytes to a third of its memory" in said
+    found, said = written(capsys, Path("@SWAP@"), "--one-pass", "4")
+    assert found["memascend"] == block | {"host_memory_limit": 0.5}
+    with pytest.raises(SystemExit, match="2"):
+        main(["config", "--nvme-path", str(tmp_path), "--one-pass", "0"])
+    assert "from 1 to 1099511627776, got 0" in capsys.readouterr().err
 
 
 def test_a_jobs_folder_is_not_looked_for_and_its_nodes_memory_is_halved(

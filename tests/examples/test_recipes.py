@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from memascend.base.units import GIB
+from memascend.cli.config import one_pass_sections
 from memascend.cli.main import main
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
@@ -24,7 +26,7 @@ torch = pytest.importorskip("torch")
 FOLDER = REPOSITORY / "configs" / "recipes"
 JSONS = sorted(FOLDER.glob("*.json"))
 #: Sections of the JSON for a large batch: each layer computes it in slices.
-ONE_PASS = {
+ONE_PASS: dict[str, dict[str, Any]] = {
     "micro_batches": {"count": 16},
     "activations": {"enabled": True, "device_bytes": "8GiB"},
 }
@@ -254,26 +256,33 @@ def test_the_sections_of_one_pass_may_be_copied_to_the_json_with_an_optimizer(
     assert planner.ask("axolotl", config=path, batch=32)["fits"]
 
 
-def test_the_batch_of_the_readme_is_that_of_the_recipes_and_one_below_the_plans(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_batch_of_the_readme_is_that_of_the_recipes_in_one_pass() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    [model, length, batch] = re.findall(
-        r"--deepspeed ds\.json --model (\S+) .*?--max_length (\d+)"
+    [[model, batch]] = re.findall(
+        r"--deepspeed ds\.json --model (\S+) .*?--max_length 4096"
         r" --per_device_train_batch_size (\d+)",
         readme.replace("\\\n    ", ""),
-    )[0]
+    )
+    assert f"memascend plan {model} --config ds.json --batch {batch} --context 4096" in readme
+    sliced = [n for n in KEYS if json_of(n) == "one_pass.json" and n != "accelerate"]
+    assert sliced == ["ms_swift", "trl"]
+    assert {first_of(load(name), BATCH_KEYS) for name in sliced} == {int(batch)}
+    [slice_] = re.findall(r"memascend config .*--one-pass (\d+)", readme)
+    assert int(batch) == int(slice_) * ONE_PASS["micro_batches"]["count"]
+    assert one_pass_sections(int(slice_), 24 * GIB)["activations"] == ONE_PASS["activations"]
+    assert f"Layers compute {slice_} of the {batch} sequences at a time" in readme
+
+
+def test_the_batch_of_the_other_recipes_is_one_below_the_largest_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     whole = [name for name in KEYS if json_of(name) == "trainer.json" and "vision" not in name]
-    assert {first_of(load(name), BATCH_KEYS) for name in whole} == {int(batch)}
+    [batch] = {first_of(load(name), BATCH_KEYS) for name in whole}
     options = ["--config", str(FOLDER / "trainer.json"), "--limit", "16GiB", "--fused-loss"]
     options += ["--device-memory", "24GiB", "--host-memory", "32GiB", "--json"]
-    assert main(["plan", model, *options]) == 0
+    assert main(["plan", "Qwen/Qwen3-8B", *options]) == 0
     answer = json.loads(capsys.readouterr().out)["answer"]
-    largest = answer["tokens"] // int(length)
-    assert largest == int(batch) + 1
-    assert f"{largest} on the machine below, so use {batch}" in readme
-    [row] = re.findall(r"^\| Qwen3-8B \|.*", readme, re.MULTILINE)
-    assert f" {answer['tokens']:,} " in row
+    assert answer["tokens"] == 4096 * (batch + 1)
 
 
 @pytest.mark.deepspeed
