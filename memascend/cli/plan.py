@@ -40,6 +40,7 @@ from memascend.cli.plan_context import (
     fit_cells,
     is_asked,
     print_context,
+    way_that_fits,
     whole_number,
 )
 from memascend.cli.plan_models import find_model
@@ -143,7 +144,8 @@ def plan_command(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         console = Console()
-        print_answer(answer, accounts, args, console)
+        way = "" if training is None else way_that_fits(training, args)
+        print_answer(answer, accounts, args, console, way_that_fits=way)
         for warning in warnings:
             console.print(f"! {warning}", markup=False, highlight=False)
         if training is not None:

@@ -271,9 +271,14 @@ def _micro_step(
 
 
 def print_answer(
-    answer: Answer, accounts: Accounts, args: argparse.Namespace, console: Console
+    answer: Answer,
+    accounts: Accounts,
+    args: argparse.Namespace,
+    console: Console,
+    *,
+    way_that_fits: str = "",
 ) -> None:
-    """Print the model, and the five lines."""
+    """Print the model, and the five lines; with the way that fits if the batch at once does not."""
     request = accounts.memascend.request
     on = f" on {args.nodes} machines; bytes of one machine" if args.nodes > 1 else ""
     width = min(console.width, _WIDTH_MAX)
@@ -287,7 +292,7 @@ def print_answer(
         second = f", and {format_nbytes(answer.second_bytes)} for a second copy of weights and "
         second += "moments if steps begin during backward"
     lines = {
-        "fits": _fits(answer),
+        "fits": _fits(answer, way_that_fits),
         "drive": f"{format_nbytes(answer.drive_bytes)} stay on it{second}; a step reads "
         f"{format_nbytes(answer.read_bytes)} and writes {format_nbytes(answer.written_bytes)}",
         "save": _save(answer),
@@ -308,7 +313,7 @@ def print_answer(
         )
 
 
-def _fits(answer: Answer) -> str:
+def _fits(answer: Answer, way: str) -> str:
     lacking = [f"{format_nbytes(n)} more of {name}" for name, n in answer.lacking.items()]
     sizes = []
     for name, have in answer.available.items():
@@ -318,6 +323,8 @@ def _fits(answer: Answer) -> str:
     if answer.why_no_gpu:
         sizes.append(answer.why_no_gpu)
     verdict = f"no, it needs {' and '.join(lacking)}" if lacking else "yes"
+    if way and answer.lacking.keys() == {GPU}:
+        verdict += f" ({way} it fits, see below)"
     return f"{verdict}: {', '.join(sizes)}"
 
 

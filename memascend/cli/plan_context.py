@@ -23,6 +23,7 @@ from memascend.cli.plan_one_pass import (
     comparison_table,
     context_of,
     largest_slice,
+    note_on_smaller_slices,
     notes_of_comparison,
     slice_tokens_of,
 )
@@ -197,6 +198,7 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
         if comparison.one_pass.slices > 1:
             console.print(comparison_table(training, comparison, args))
         notes = (_notes if args.verbose else _advices)(training, plans, args)
+        notes += note_on_smaller_slices(training, _room(args), comparison, args)
         for note in notes + notes_of_comparison(comparison, args):
             console.print(f"- {note}", markup=False, highlight=False)
     if args.fit:
@@ -245,6 +247,17 @@ def _room(args: argparse.Namespace) -> Room | None:
     if device_bytes is None:
         return None
     return Room(device_bytes=device_bytes, host_bytes=host_bytes_of(args))
+
+
+def way_that_fits(training: Training, args: argparse.Namespace) -> str:
+    """Return how the batch fits the stated device if not at once, or nothing."""
+    if args.context is None or _room(args) is None:
+        return ""
+    comparison = _comparison(training, args)
+    if comparison.lacks:
+        return ""
+    slices = comparison.one_pass.slices
+    return f"in one pass of {slices} slices" if slices > 1 else "with checkpoints on the drive"
 
 
 def _comparison(training: Training, args: argparse.Namespace) -> Comparison:

@@ -14,12 +14,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from memascend.base.units import format_nbytes
+from memascend.base.units import format_nbytes, page_down
 from memascend.cli.plan_time import drive_seconds, drive_time
 from memascend.config.block import BLOCK_KEY
 from memascend.plan.context import ContextPlan, Training
 from memascend.plan.fit import Room
-from memascend.plan.one_pass import Comparison, Step, fewest_slices
+from memascend.plan.one_pass import Comparison, Step, fewest_slices, smaller_slices
 
 #: Titles of a row and of columns.
 ONE_PASS, ACCUMULATION = "memascend, one pass", "memascend, accumulation"
@@ -95,6 +95,24 @@ def comparison_json(comparison: Comparison, args: argparse.Namespace) -> dict[st
         "one_pass": _numbers(comparison.one_pass, comparison, args),
         "accumulation": _numbers(comparison.accumulation, comparison, args),
     }
+
+
+def note_on_smaller_slices(
+    training: Training, room: Room | None, comparison: Comparison, args: argparse.Namespace
+) -> list[str]:
+    """Return a note on slices of one sequence, if the drive then moves fewer checkpoints."""
+    found = room and smaller_slices(training, room, comparison, context=args.context)
+    if not found:
+        return []
+    context, kept = found
+    key = "activations.device_bytes"
+    kept = page_down(kept)
+    return [
+        f'with "micro_batches": {{"sequences": 1}} {key} can be '
+        f"{training.activations.device_bytes + kept} "
+        f"({format_nbytes(training.activations.device_bytes + kept)}): each micro-step then writes "
+        f"and reads {format_nbytes(context.drive_bytes - kept)} of checkpoints"
+    ]
 
 
 def notes_of_comparison(comparison: Comparison, args: argparse.Namespace) -> list[str]:

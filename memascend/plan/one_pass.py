@@ -130,6 +130,23 @@ def fewest_slices(training: Training, room: Room, *, batch: int, context: int) -
     return None
 
 
+def smaller_slices(
+    training: Training, room: Room, comparison: Comparison, *, context: int
+) -> tuple[ContextPlan, int] | None:
+    """Return the memory in slices of one sequence, and the checkpoints that it leaves room for.
+
+    None unless more of them stay on the device than with the slices that the plan chose.
+    """
+    step = comparison.one_pass
+    if not (comparison.is_chosen and step.context.drive_bytes) or comparison.lacks:
+        return None
+    found = _plan(training, OURS_CHECKPOINTS, room, step.sequences * context, context)
+    kept, kept_now = (
+        min(one.drive_bytes, room.device_bytes - one.device_bytes) for one in (found, step.context)
+    )
+    return (found, kept) if found.drive_bytes - kept < step.context.drive_bytes - kept_now else None
+
+
 def _in_place(training: Training, room: Room | None, tokens: int, slice_tokens: int) -> ContextPlan:
     """Return the memory with checkpoints on the device if they fit there, else on the drive.
 

@@ -79,6 +79,26 @@ def test_the_fewest_slices_that_fit_are_chosen_and_told(
     )
 
 
+def test_a_batch_that_fits_in_one_pass_alone_is_said_to_in_the_first_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    room = ("--device-memory", "24GiB", "--host-memory", "64GiB", "--drive-space", "2TB")
+    room += ("--fused-loss", "--context", "4096")
+    said = r"fits no, it needs \d+\.\d\d GiB more of GPU memory \({} it fits, see below\)"
+    for batch, way in (
+        ("32", r"in one pass of \d slices"),
+        ("16", "with checkpoints on the drive"),
+    ):
+        text = " ".join(printed(capsys, "Qwen3-8B", *room, "--batch", batch).split())
+        assert re.search(said.format(way), text), text
+        assert re.search(r'{"sequences": 1} activations.device_bytes can be \d+ \(1\d', text)
+    text = " ".join(printed(capsys, *MODEL, *room, "--batch", "2").split())
+    assert "it fits, see below" not in text
+    assert '{"sequences": 1}' not in text
+    lacking = " ".join(printed(capsys, *MODEL, *room, "--batch", "512").split())
+    assert "it fits, see below" not in lacking
+
+
 def test_a_batch_that_fits_whole_has_no_slices(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--batch", "2", "--context", "1024", "--device-memory", "48GiB")
     text = printed(capsys, *MODEL, *arguments)

@@ -12,7 +12,7 @@ from memascend.config.block import ActivationConfig, MicroBatchConfig
 from memascend.plan.context import OURS_ON_DEVICE, Training
 from memascend.plan.derive import PlanRequest, derive
 from memascend.plan.fit import DEVICE, HOST, Room
-from memascend.plan.one_pass import Comparison, Step, compare, fewest_slices
+from memascend.plan.one_pass import Comparison, Step, compare, fewest_slices, smaller_slices
 from memascend.plan.shapes import builtin
 from tests.support.source_tree import ROOT
 from tests.support.trainings import training
@@ -74,6 +74,23 @@ def test_the_traffic_of_one_pass_does_not_grow_with_its_slices(count: int) -> No
 def test_checkpoints_on_the_drive_are_counted() -> None:
     on_device, on_drive = compared(8, activations=OFF).one_pass, compared(8).one_pass
     assert moved(on_drive) - moved(on_device) == 2 * (32 + 2) * HIDDEN_BYTES
+
+
+def test_slices_of_one_sequence_leave_room_for_more_checkpoints_than_the_fewest() -> None:
+    start = limited(has_fused_loss=True)
+    chosen = compare(start, room(24), batch=32, context=CONTEXT)
+    found = smaller_slices(start, room(24), chosen, context=CONTEXT)
+    assert found is not None
+    context, kept = found
+    now = chosen.one_pass.context
+    assert context.slice_tokens == CONTEXT < now.slice_tokens
+    assert context.device_bytes + kept == 24 * GIB
+    kept_now = 24 * GIB - now.device_bytes
+    assert context.drive_bytes - kept < now.drive_bytes - kept_now
+    stated = limited(has_fused_loss=True, micro_batches=MicroBatchConfig(sequences=2))
+    for training_, batch in ((stated, 32), (start, 2), (start, 4096)):
+        compared_ = compare(training_, room(24), batch=batch, context=CONTEXT)
+        assert smaller_slices(training_, room(24), compared_, context=CONTEXT) is None
 
 
 def test_micro_steps_of_the_configuration_are_one_pass_each() -> None:

@@ -242,11 +242,12 @@ def _log_armed(
 ) -> None:
     if dist.get_rank() != 0:
         return
+    sections = [*config.sections_enabled, *(["micro_batches"] if config.micro_batches else [])]
     log.log(
         logging.WARNING if runtime.unregistered_bytes else logging.INFO,
         "memascend %s armed: %s; %s; %s; torch %s",
         __version__,
-        ", ".join(config.sections_enabled),
+        ", ".join(sections),
         runtime.describe(),
         heap.describe(),
         torch.__version__,

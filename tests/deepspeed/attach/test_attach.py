@@ -138,8 +138,10 @@ def test_the_line_names_only_the_sections_that_are_on(
     attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
     attach(overflow_check={"enabled": False}).runtime.close()
-    (line,) = armed(caplog)
-    assert "overflow_check" not in line
+    attach(micro_batches={"sequences": 2}).runtime.close()
+    without, with_slices = armed(caplog)
+    assert "overflow_check" not in without
+    assert ["micro_batches" in line for line in (without, with_slices)] == [False, True]
 
 
 def test_keys_without_a_meaning_are_named(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
