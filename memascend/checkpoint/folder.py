@@ -83,6 +83,20 @@ class SavingFolder:
                 _clean(self._parent)
                 raise
 
+    def check_is_shared(self) -> None:
+        """Check that this rank sees the working folder that the leader has made.
+
+        Raises:
+            CheckpointError: It does not, so its files would be missing in the checkpoint.
+        """
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"cannot save to {self.target}: this rank does not see {self.path}, which another "
+                "rank has made. Likely cause: their machines have different folders there. Save "
+                'to a folder that all machines share, or set "checkpoint": '
+                '{"use_node_local_storage": true} in the DeepSpeed JSON'
+            )
+
     def publish(self) -> None:
         """Sync the folders and move the checkpoint to its target. Files must be synced already.
 

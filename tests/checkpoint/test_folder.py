@@ -436,3 +436,14 @@ def test_a_link_that_another_user_planted_is_not_followed() -> None:
         assert not (folder / "latest").is_symlink()
         assert not (folder / "c").exists()
         assert (own / "victim").read_text() == "mine"
+
+
+def test_a_rank_that_does_not_see_the_working_folder_is_told_so(tmp_path: Path) -> None:
+    """Its machine has another file system there, and its files would be missing."""
+    leader = SavingFolder(str(tmp_path / "here"), "a")
+    other = SavingFolder(str(tmp_path / "elsewhere"), "a")
+    leader.begin()
+    leader.check_is_shared()
+    with pytest.raises(CheckpointError, match=r"this rank does not see .*use_node_local_storage"):
+        other.check_is_shared()
+    leader.abandon()

@@ -15,7 +15,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,40 @@ def wrap_zero_nvme_offload_optimizer(original: Callable[..., bool]) -> Callable[
     return zero_nvme_offload_optimizer
 
 
+def wrap_save_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DeepSpeedEngine._save_checkpoint` or `_save_zero_checkpoint`: each writes a file.
+
+    A barrier follows, at which the other ranks would wait for one that failed.
+    """
+
+    @functools.wraps(original)
+    def save_part(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        optimizer = _optimizer_of(self)
+        if optimizer is None or not optimizer.checkpoint.is_active:
+            return original(self, *arguments, **keywords)
+        return on_every_rank(lambda: original(self, *arguments, **keywords))
+
+    return save_part
+
+
+def wrap_load_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DeepSpeedEngine._load_checkpoint`, and load the optimizer behind it.
+
+    A gather follows, at which the other ranks would wait for one that failed.
+    """
+
+    @functools.wraps(original)
+    def load_part(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        optimizer = _optimizer_of(self)
+        if optimizer is None or not optimizer.checkpoint.is_active:
+            return original(self, *arguments, **keywords)
+        result = on_every_rank(lambda: original(self, *arguments, **keywords))
+        _replace_values(optimizer, optimizer.checkpoint.restore)
+        return result
+
+    return load_part
+
+
 def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bool]:
     """Replace `DeepSpeedEngine._load_zero_checkpoint`, which reads whole files into memory."""
 
@@ -129,8 +163,7 @@ def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bo
     def _load_zero_checkpoint(self: Any, *arguments: Any, **keywords: Any) -> bool:
         optimizer = _optimizer_of(self)
         if optimizer is not None and optimizer.checkpoint.is_active:
-            optimizer.checkpoint.restore()
-            return True
+            return True  # `wrap_load_part` has loaded it
         return original(self, *arguments, **keywords)
 
     return _load_zero_checkpoint
@@ -174,11 +207,12 @@ def _save(
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     rank = rank_of(engine)
     leads = rank == 0
+    _check_same_tag(engine, tag, "save")
     folder = SavingFolder(save_dir, tag)
-    _check_same_tag(engine, tag)
     with explained(folder):
         try:
-            on_every_rank(lambda: folder.begin() if leads else None)
+            on_every_rank(lambda: _begin(optimizer, folder, leads=leads))
+            on_every_rank(folder.check_is_shared)
             with optimizer.checkpoint.active():
                 save_as(tag=folder.tag, save_latest=False)
             on_every_rank(lambda: write_rank(engine, folder, rank, leads=leads))
@@ -188,13 +222,18 @@ def _save(
                 folder.abandon()
             raise
     if save_latest:
-        is_first = engine.global_rank == 0
         with explained(folder):
-            on_every_rank(lambda: write_latest(save_dir, tag) if is_first else None)
+            on_every_rank(lambda: write_latest(save_dir, tag) if leads else None)
     if leads:
         log.info("memascend: checkpoint %s is complete", folder.target)
     _stop_over_budget(engine, optimizer, folder)
     return True
+
+
+def _begin(optimizer: ZeroOptimizer, folder: SavingFolder, *, leads: bool) -> None:
+    if leads:
+        folder.begin()
+    optimizer.upstream.partition_parameters()  # upstream does so ahead of a barrier
 
 
 @contextmanager
@@ -243,15 +282,16 @@ def _refuse(engine: Any) -> None:
         )
 
 
-def _check_same_tag(engine: Any, tag: str) -> None:
-    """Check that all ranks have the same tag: they write one folder, which is then renamed."""
-    own = zlib.crc32(tag.encode())
+def _check_same_tag(engine: Any, tag: str | None, action: str) -> None:
+    """Check that all ranks save or load the same tag; None: this rank found none."""
+    own = zlib.crc32(repr(tag).encode())
     sums = torch.tensor([own, -own], dtype=torch.int64, device=engine.device)
     dist.all_reduce(sums, op=dist.ReduceOp.MAX)
     if sums.tolist() != [own, -own]:
+        none = " (None: it sees no `latest`)" if tag is None else ""
         raise CheckpointError(
-            f"cannot save: the tag is {tag!r} on rank {engine.global_rank} and differs on another "
-            "rank. Give save_checkpoint the same tag on every rank"
+            f"cannot {action}: the tag is {tag!r} on rank {engine.global_rank}{none} and differs "
+            f"on another rank. Give {action}_checkpoint the same tag on every rank"
         )
 
 
@@ -271,10 +311,10 @@ def _load(
         return load(tag=tag, load_optimizer_states=load_optimizer_states)
     is_universal = engine.load_universal_checkpoint()
     latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
-    if tag is None:
-        return load(tag=tag, load_optimizer_states=load_optimizer_states)
+    found = on_every_rank(lambda: _read_tag(latest) if tag is None else str(tag))
+    _check_same_tag(engine, found, "load")
+    if found is None:
+        return load(tag=None, load_optimizer_states=load_optimizer_states)
     loads = Loads.ROUNDED_WEIGHTS  # as DeepSpeed, which loads the weights of the module then
     if load_optimizer_states and not load_module_only:
         loads = _loads_with_states(optimizer)
@@ -283,18 +323,35 @@ def _load(
     _refuse(engine)
     if loads is not Loads.ALL:  # states stay, so they must belong to one step
         on_every_rank(lambda: _check_states(optimizer))
-    load_dir, tag = str(load_dir), str(tag)
-    with (
-        opened(engine, optimizer, load_dir, tag) as source,
-        taken_apart(engine, source, load_dir, tag) as (rest, restore_frozen),
-        optimizer.checkpoint.active(rest, loads=loads),
-    ):
+    load_dir, tag = str(load_dir), found
+    with opened(engine, optimizer, load_dir, tag) as source, ExitStack() as stack:
+        apart = taken_apart(engine, source, load_dir, tag)
+        rest, restore_frozen = on_every_rank(lambda: stack.enter_context(apart))
+        stack.enter_context(optimizer.checkpoint.active(rest, loads=loads))
         # Without optimizer states upstream would gather all weights in fp32 on every rank.
         path, *others = load(tag=tag, load_optimizer_states=True)
-        restore_frozen()
+        _replace_values(optimizer, restore_frozen)
     if path is not None and rest is not source:  # not the temporary file without frozen parameters
         path = str(Path(load_dir, tag, Path(path).name))
     return path, *others
+
+
+def _read_tag(latest: Path) -> str | None:
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+def _replace_values(optimizer: ZeroOptimizer, load: Callable[[], None]) -> None:
+    """Load values on every rank; if one fails, they are torn on all, which differ then.
+
+    Raises:
+        CheckpointError: It failed on another rank.
+        StoreError: The drive failed.
+    """
+    try:
+        on_every_rank(load)
+    except BaseException:
+        optimizer.steps.current.note_load()
+        raise
 
 
 def _check_states(optimizer: ZeroOptimizer) -> None:

@@ -59,6 +59,7 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.engine.DeepSpeedEngine._get_zero_param_shapes": "0.18.4 e1cbc8cbd16cb07d",
     "deepspeed.runtime.engine.DeepSpeedEngine._load_checkpoint": "0.18.4 b66dd3211bc0e526 0.18.5 0b267e4b3a843e93 0.19.2 7dc3b3394e418348 0.19.3 172b090685216914 0.19.6 a10f934d921a0ff4 0.19.7 fd105fb9a416779b 0.19.8 cbc95c0311716512",
     "deepspeed.runtime.engine.DeepSpeedEngine._load_zero_checkpoint": "0.18.4 38d46dbf7f811988",
+    "deepspeed.runtime.engine.DeepSpeedEngine._save_checkpoint": "0.18.4 f49efc7d9d86b2f7 0.18.5 44a44df7decdd55b 0.18.9 aa58ae4e833d112a 0.19.3 ef10edb06478899c 0.19.5 e5a0c13fc3e78d6b",
     "deepspeed.runtime.engine.DeepSpeedEngine._save_zero_checkpoint": "0.18.4 29148ad289071b74 0.19.3 c870e9b723128eee",
     "deepspeed.runtime.engine.DeepSpeedEngine._zero3_consolidated_16bit_state_dict": "0.18.4 ebb6dd6b4418a23c 0.19.3 c30c33bcdbac84c3 0.19.4 4ab14658f1d8426b",
     "deepspeed.runtime.engine.DeepSpeedEngine.autotp_size": "0.18.4 2ea9589aa80bd58f",

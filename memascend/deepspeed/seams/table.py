@@ -166,6 +166,20 @@ SEAMS: tuple[Seam, ...] = (
             ("_get_all_ckpt_names", "another number of ranks may have saved"),
         )
     ),
+    *(
+        Seam(
+            name,
+            _ENGINE,
+            f"DeepSpeedEngine.{attribute}",
+            "collectives follow, at which others would wait for a rank that failed",
+            f"{_OURS}.checkpoint.engine:{replacement}",
+        )
+        for name, attribute, replacement in (
+            ("save of the module", "_save_checkpoint", "wrap_save_part"),
+            ("save of the optimizer", "_save_zero_checkpoint", "wrap_save_part"),
+            ("load of the module", "_load_checkpoint", "wrap_load_part"),
+        )
+    ),
     Seam(
         "forward",
         _ENGINE,
@@ -327,8 +341,6 @@ WATCHED: tuple[tuple[str, str], ...] = (
     *(
         (_ENGINE, f"DeepSpeedEngine.{method}")
         for method in (
-            "_load_checkpoint",
-            "_save_zero_checkpoint",
             "_get_ckpt_name",
             "_get_zero_ckpt_name",
             "_get_rank_zero_ckpt_name",
