@@ -171,6 +171,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _reduce_rest(self) -> None:
         """Reduce the gradients that buckets hold, and wait until all are stored."""
+        self.steps.current.note_pass()
         super().independent_gradient_partition_epilogue()
         self.gradients.finish_pass()
 

@@ -209,17 +209,19 @@ class TiledSteps:
         """
         try:
             self.runtime.background.finish()
-            self._coming().check()
-            original()
+            if not self.current.was_cut:  # else it is made, and is not made again
+                self._coming().call()
+                original()
             if self.current.phase in (StepPhase.COLLECTING, StepPhase.UPDATING):
                 self.current.skip()
         finally:
             self.restart()
+        self.current = self.current.end_call()
 
     def _coming(self) -> Step:
         """Return the step that gradients arrive for; the one after the last, once that is over."""
         if self.current.phase is StepPhase.DONE:
-            self.current = self.current.following()
+            self.current = self.current.end_call()
         return self.current
 
     def restart(self) -> None:
@@ -269,8 +271,7 @@ class TiledSteps:
         if self._muon is None:  # else updates may have been applied, and early tiles are counted
             self.early_tile_count += sum(map(len, early.values()))
         order = forward_order(self._upstream) if step.in_background else numbers
-        names = self._upstream.names
-        step.decide([names[number] for number in order], early)
+        step.decide([*map(self._upstream.names.__getitem__, order)], early)
         self._stream.start(step)
 
     def _make_state(self, number: int) -> None:
@@ -314,9 +315,8 @@ class TiledSteps:
     @property
     def _overlaps(self) -> bool:
         """Whether steps may run in the background; the same on every rank."""
-        wanted = self.runtime.config.streaming.optimizer.overlap
-        is_streamed = self._upstream.parameter_swapper is not None
-        return wanted and self._streams_gradients and is_streamed
+        wanted = self.runtime.config.streaming.optimizer.overlap and self._streams_gradients
+        return wanted and self._upstream.parameter_swapper is not None
 
     def _may_overlap(self) -> bool:
         """Return whether a fused step may run in the background: no parameter is on a device."""
@@ -363,9 +363,10 @@ class TiledSteps:
         """Do nothing: no sub-group is in memory."""
 
     def end(self, original: Original) -> None:
-        """End the loop as DeepSpeed, and start the steps that run in the background."""
+        """Start the background steps, then end as DeepSpeed: it drops norms of a step not made."""
         if not self.current.in_background:
             self.current.end(self._stream.drain)
+        self._start_walk()
         if self._overlaps:
             # DeepSpeed would gather these now and wait for the walk; the next forward pass does so
             # anyway. A gather is a collective, and `_overlaps` is the same on all ranks.
@@ -373,7 +374,6 @@ class TiledSteps:
                 original()
         else:
             original()
-        self._start_walk()
 
     def _start_walk(self) -> None:
         """Start the background steps, if there are any."""

@@ -92,6 +92,7 @@ class Step:
         self.in_background = False
         #: Steps of sub-groups for the background, by name.
         self.queue: dict[str, QueuedStep] = {}
+        self._is_called = False  # the call that makes it has begun and not returned
 
     @property
     def phase(self) -> StepPhase:
@@ -102,6 +103,32 @@ class Step:
     def is_mixed(self) -> bool:
         """Whether some values are new and others old: in a walk, and for good in a torn step."""
         return self._phase in (StepPhase.UPDATING, StepPhase.WALKING, StepPhase.TORN)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether every value is new, and Ctrl-C ended the call: its caller takes it for not made.
+
+        The caller may call again. No backward pass came since.
+        """
+        return self._is_called and self._phase is StepPhase.DONE
+
+    def call(self) -> None:
+        """Note that the call begins that makes this step.
+
+        Raises:
+            TornStepError: As `check`.
+        """
+        self.check()
+        self._is_called = True
+
+    def end_call(self) -> Step:
+        """Note that the call has returned; return the step that comes next."""
+        self.note_pass()
+        return self.following()
+
+    def note_pass(self) -> None:
+        """Note that the next call makes another step than the last one: gradients came between."""
+        self._is_called = False
 
     def check(self) -> None:
         """Refuse to continue with values of two steps.
@@ -187,8 +214,8 @@ class Step:
         self.arrived.clear()
 
     def following(self) -> Step:
-        """Return the step that comes next: this one if it is torn, or still walks."""
-        if self.is_mixed:
+        """Return the step that comes next: this one if it is torn, still walks, or was cut."""
+        if self.is_mixed or self.was_cut:
             self.drop_collected()
             return self
         return Step(self.order)

@@ -75,6 +75,20 @@ def test_an_optimizer_in_memory_takes_deepspeeds_own_ways() -> None:
     assert isinstance(found.steps, WholeSteps)
 
 
+def test_a_backward_pass_comes_before_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step whose call Ctrl-C ended would be taken for called again."""
+    monkeypatch.setattr(Stock, "independent_gradient_partition_epilogue", lambda self: None)
+    optimizer = in_backward()
+    step = optimizer.steps.current
+    step.call()
+    step.decide(["a"])
+    step.note_change()
+    step.note_stepped()
+    assert step.was_cut
+    optimizer._reduce_rest()
+    assert not step.was_cut
+
+
 def test_parameters_of_a_torn_step_are_gathered_by_a_load_alone() -> None:
     optimizer = made({})
     optimizer.steps.current.note_load()

@@ -252,3 +252,30 @@ def test_where_others_keep_the_values_a_step_is_over_first(others: str) -> None:
     step(optimizer, 0)
     assert optimizer.runtime.background.is_under_way == (others == "nobody")
     optimizer.steps.finish()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("is_tried_again", [True, False])
+def test_a_step_whose_call_ctrl_c_ended_behind_the_last_value_is_made_once(
+    overlap: bool, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller takes it for not made, and may call again before the next gradient, or go on."""
+    optimizer, other = make(overlap=overlap), make(overlap=overlap)
+    restart = optimizer.steps._ahead.restart
+
+    def interrupt() -> None:
+        monkeypatch.setattr(optimizer.steps._ahead, "restart", restart)
+        raise KeyboardInterrupt
+
+    step(other, 0)
+    monkeypatch.setattr(optimizer.steps._ahead, "restart", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(optimizer, 0)
+    if is_tried_again:
+        optimizer.steps.step(optimizer.step_all)
+        assert all(map(torch.equal, values(optimizer), values(other)))
+    optimizer.steps.current.note_pass()
+    for number in (1, 2):
+        step(other, number)
+        step(optimizer, number)
+    assert all(map(torch.equal, values(optimizer), values(other)))

@@ -154,3 +154,34 @@ def test_updates_of_matrices_are_torn_until_the_walk_is_over_or_the_step_is_skip
     step = updating()
     step.skip()
     assert step.following().phase is StepPhase.COLLECTING
+
+
+def test_a_step_whose_call_did_not_return_is_the_next_one_until_a_backward_pass() -> None:
+    step = Step()
+    step.call()
+    step.decide(["a"])
+    step.note_change()
+    step.note_stepped()
+    assert step.was_cut
+    assert step.following() is step
+    step.note_pass()
+    assert not step.was_cut
+    assert step.following() is not step
+
+
+def test_a_step_whose_call_returned_is_over() -> None:
+    step = Step()
+    step.call()
+    step.decide(["a"])
+    step.note_change()
+    step.note_stepped()
+    assert step.end_call() is not step
+    assert not step.was_cut
+
+
+def test_a_torn_step_is_not_called() -> None:
+    step = Step()
+    step.note_load()
+    with pytest.raises(TornStepError):
+        step.call()
+    assert not step.was_cut
