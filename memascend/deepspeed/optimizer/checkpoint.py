@@ -17,6 +17,7 @@ from memascend.checkpoint.source import CheckpointSource
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.locked import locked
+from memascend.deepspeed.optimizer.refusals import refusal_of_call
 from memascend.deepspeed.optimizer.restore import restore
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
 from memascend.runtime import Runtime
@@ -104,9 +105,15 @@ class CheckpointHooks:
         return self._attach().runtime
 
     def load_weights(self, original: Callable[[], None]) -> None:
-        """While a checkpoint is loaded, take its master weights; otherwise as DeepSpeed."""
+        """While a checkpoint is loaded, take its master weights; otherwise as DeepSpeed.
+
+        Raises:
+            ConfigError: Weights are on the drive, and none is loaded.
+        """
         if self.is_active:
             self.restore()
+        elif self._upstream.states_on_drive or any(flat is None for flat in self._upstream.flats):
+            raise refusal_of_call("refresh_fp32_params")
         else:
             self._steps.finish()
             self._steps.drop_ahead(LOADED)
@@ -118,10 +125,15 @@ class CheckpointHooks:
         """Load as DeepSpeed, also if parameters are on the drive and the optimizer is in memory.
 
         DeepSpeed assumes that the parameters are in memory too.
+
+        Raises:
+            ConfigError: The states are in tiles on the drive.
         """
+        upstream = self._upstream
+        if self._steps.is_tiled:
+            raise refusal_of_call("load_state_dict")
         self._steps.finish()
         self._steps.drop_ahead(LOADED)
-        upstream = self._upstream
         if upstream.states_on_drive or all(flat is not None for flat in upstream.flats):
             original(state_dict, with_states)
             return

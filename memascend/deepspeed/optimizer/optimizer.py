@@ -24,7 +24,7 @@ from memascend.deepspeed.optimizer.choice import StepPath, choose_streams, reduc
 from memascend.deepspeed.optimizer.construction import Construction
 from memascend.deepspeed.optimizer.gradients import FlatGradients, GradientPath, StreamedGradients
 from memascend.deepspeed.optimizer.passes import PassHooks
-from memascend.deepspeed.optimizer.refusals import refuse
+from memascend.deepspeed.optimizer.refusals import refusal_of_call, refuse
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.values import Part, set_local_gradient, set_local_state
@@ -268,6 +268,16 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Replace the gradient of each parameter by a function of it."""
         original = super().update_fp32_grad_for_param_vectorized
         self.steps.values.update_gradients(update_func, param_list, original)
+
+    def get_fp32_grad_partitions(self) -> Any:
+        """Return all gradients of this rank, unless they are on the drive.
+
+        Raises:
+            ConfigError: They are.
+        """
+        if self.upstream.states_on_drive:
+            raise refusal_of_call("get_fp32_grad_partitions")
+        return super().get_fp32_grad_partitions()
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Set this rank's part of a gradient."""

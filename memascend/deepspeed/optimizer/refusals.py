@@ -19,6 +19,16 @@ log = logging.getLogger(__name__)
 _TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 #: Of the weight of a 2-D convolution.
 _CONVOLUTION_DIMENSIONS = 4
+#: Methods of DeepSpeed's optimizer that need host memory for all values: why, and another way.
+_CALLS = {
+    "get_fp32_grad_partitions": "all gradients would be in host memory. fix: "
+    "deepspeed.utils.safe_get_full_grad or safe_get_local_grad, one parameter after the other",
+    "refresh_fp32_params": "it reads all 16-bit weights and writes all master weights in host "
+    "memory. fix: load_checkpoint with load_module_only=True, or "
+    "deepspeed.utils.safe_set_full_fp32_param for each parameter",
+    "load_state_dict": "it takes all states from host memory. Nothing has changed. fix: "
+    "load_checkpoint of the engine, with a folder of its save_checkpoint",
+}
 
 
 def refuse(module: torch.nn.Module, optimizer: Any) -> None:
@@ -37,6 +47,14 @@ def refuse(module: torch.nn.Module, optimizer: Any) -> None:
         raise error
     refuse_replaced(optimizer)
     warn_of_modes(optimizer)
+
+
+def refusal_of_call(name: str) -> ConfigError:
+    """Return the error of a method of the optimizer that cannot work on a drive."""
+    return ConfigError(
+        f"{name}() of the optimizer cannot be combined with memascend and a device nvme: "
+        f"{_CALLS[name]}"
+    )
 
 
 def warn_of_modes(optimizer: Any) -> None:

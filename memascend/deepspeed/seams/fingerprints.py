@@ -197,6 +197,7 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload": "0.18.4 013df7fbd8fa4bef 0.19.3 e54e2b1972545370 0.19.8 cf83c30616baa179",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks": "0.18.4 a487b4e6456e0f99 0.18.5 d5f4e75e4eaabb76 0.18.7 bf1c04b10e33d818",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.destroy": "0.18.4 29225db5960931b4 0.19.6 82f1cd6f2bbbe66c 0.19.8 6c149a3286957783",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.get_fp32_grad_partitions": "0.18.4 da74624fe8525a4a",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.get_param_id": "0.18.4 93e227bc7e5b4e9c",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": "0.18.4 195d41084cf32951",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": "0.18.4 6749e51d3414f3b2 0.18.5 52e8d895b7f1e467",

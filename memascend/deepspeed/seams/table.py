@@ -313,6 +313,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "set_local_grad_for_param",
             "set_local_hp_param",
             "update_fp32_grad_for_param_vectorized",
+            "get_fp32_grad_partitions",
             "_restore_from_bit16_weights",
             "_rigid_state_dict",
             "_rigid_load_state_dict",

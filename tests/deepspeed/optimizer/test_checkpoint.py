@@ -17,7 +17,7 @@ from memascend.checkpoint.source import CheckpointSource, LoadedTensor
 from memascend.deepspeed.optimizer import checkpoint
 from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks, Loads
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
-from memascend.errors import StoreError
+from memascend.errors import ConfigError, StoreError
 from tests.support.runtimes import stand_in
 
 ZERO_STATES = {"loss_scaler": "theirs", "dynamic_loss_scale": True, "overflow": False}
@@ -43,7 +43,8 @@ class Optimizer:
             _partition_all_parameters=lambda: note("partition"),
             reset_swap_buffers=lambda: note("parameters"),
         )
-        steps: Any = SimpleNamespace(finish=lambda: note("finish"), drop_ahead=note)
+        self.steps = SimpleNamespace(finish=lambda: note("finish"), drop_ahead=note, is_tiled=False)
+        steps: Any = self.steps
         runtime = stand_in(staging=None)
         attachment: Any = SimpleNamespace(runtime=runtime)
         self.hooks = CheckpointHooks(Upstream(self.stage3), lambda: attachment, steps)
@@ -161,6 +162,7 @@ def test_a_restore_that_fails_is_not_tried_again_by_deepspeeds_next_call(
 def test_where_upstream_loads_16_bit_weights_it_takes_the_exact_ones(
     optimizer: Optimizer, restored: list[Any]
 ) -> None:
+    in_memory(optimizer, flats=[torch.ones(3), torch.ones(2)])
     optimizer.hooks.load_weights(optimizer.stock)
     assert (optimizer.calls, restored) == (["finish", LOADED, ("stock",)], [])
     optimizer.calls.clear()
@@ -215,6 +217,26 @@ def test_parameters_on_a_drive_get_the_values_of_their_master_weights(
     weights = [flat.tolist() for flat in optimizer.stage3.fp32_partitioned_groups_flat]
     assert weights == [[1.0] * 3, [2.0] * 2]
     assert optimizer.stage3.loss_scaler == "theirs"
+
+
+def test_states_in_tiles_are_loaded_by_the_engine_alone(optimizer: Optimizer) -> None:
+    """DeepSpeed would fail in the middle, and the values would be torn."""
+    states = in_memory(optimizer, flats=[None, None], swap_optimizer=True)
+    optimizer.steps.is_tiled = True
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\) of the optimizer cannot be comb"):
+        optimizer.hooks.load_states(states, True, optimizer.stock)
+    assert optimizer.calls == []
+    assert optimizer.stage3.loss_scaler == "ours"
+
+
+@pytest.mark.parametrize(("flat", "swap_optimizer"), [(None, False), (torch.ones(1), True)])
+def test_masters_of_16_bit_weights_on_a_drive_are_refused_by_name(
+    optimizer: Optimizer, flat: torch.Tensor | None, swap_optimizer: bool
+) -> None:
+    in_memory(optimizer, flats=[torch.ones(1), flat], swap_optimizer=swap_optimizer)
+    with pytest.raises(ConfigError, match=r"refresh_fp32_params\(\) of the optimizer cannot be"):
+        optimizer.hooks.load_weights(optimizer.stock)
+    assert optimizer.calls == []
 
 
 def test_a_checkpoint_of_fewer_sub_groups_is_refused(optimizer: Optimizer) -> None:

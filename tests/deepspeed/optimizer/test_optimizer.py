@@ -21,7 +21,7 @@ from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradi
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
-from memascend.errors import IncompleteGradientError, TornStepError
+from memascend.errors import ConfigError, IncompleteGradientError, TornStepError
 
 ON_DRIVE = SimpleNamespace(device="nvme")
 Stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
@@ -87,6 +87,18 @@ def test_a_backward_pass_comes_before_another_step(monkeypatch: pytest.MonkeyPat
     assert step.was_cut
     optimizer._reduce_rest()
     assert not step.was_cut
+
+
+def test_all_gradients_at_once_are_refused_by_name_on_a_drive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Stock, "get_fp32_grad_partitions", lambda self: "all")
+    optimizer = made({})
+    optimizer.swap_optimizer = False
+    assert optimizer.get_fp32_grad_partitions() == "all"
+    optimizer.swap_optimizer = True
+    with pytest.raises(ConfigError, match=r"get_fp32_grad_partitions\(\) .*safe_get_full_grad"):
+        optimizer.get_fp32_grad_partitions()
 
 
 def test_parameters_of_a_torn_step_are_gathered_by_a_load_alone() -> None:
