@@ -133,7 +133,11 @@ def test_slices_take_the_memory_of_one_beside_tensors_of_the_whole_batch(
     planned_alone = planned_bytes(alone, "device", slice_tokens)
     for sequences, on_device, on_drive in zip(BATCHES, in_slices, with_drive, strict=True):
         tokens = sequences * LONGER_TOKENS
-        assert on_device < 1.15 * (of_slice + (LAYERS + 4) * 2 * HIDDEN * tokens)
+        hidden_bytes = 2 * HIDDEN * tokens
+        assert on_device < 1.15 * of_slice + (LAYERS + 2) * hidden_bytes
+        # One checkpoint in use and two in flight, and the gradients of a layer.
+        assert on_drive < 1.15 * of_slice + (3 + 2) * hidden_bytes
+        print(f"{sequences}: {of_slice} alone, {on_device}, {on_drive}; hidden {hidden_bytes}")
         planned = planned_bytes(sliced, "device", tokens, slice_tokens)
         # The layer of one slice alone takes more than planned, for attention by plain operators.
         assert on_device - of_slice == pytest.approx(planned - planned_alone, rel=0.05)
