@@ -45,6 +45,11 @@ LAYER_CLASS = "GradientCheckpointingLayer"
 _RECURRENT = ("linear", "recurrent", "mamba", "conv")
 #: Libraries whose hooks know about slices or do not mind them.
 _KNOWN_HOOKS = ("deepspeed.", "memascend.", "transformers.", "accelerate.", "peft.")
+#: Where torch keeps the hooks of all modules (`register_module_forward_hook` and its like).
+_OF_ALL_MODULES = (
+    *("_global_forward_pre_hooks", "_global_forward_hooks"),
+    *("_global_backward_pre_hooks", "_global_backward_hooks"),
+)
 
 #: Returns the object that holds the given parameters during one call.
 WeightsOf = Callable[[Sequence[nn.Parameter]], SliceWeights]
@@ -342,6 +347,7 @@ def check_hooks(module: nn.Module) -> None:
 
     A tensor that a hook keeps would have no graph, and a change of a gradient be made many times.
     """
+    _check_known("each module", [getattr(nn.modules.module, name) for name in _OF_ALL_MODULES])
     for path, one in module.named_modules():
         hooks = (
             one._forward_pre_hooks,

@@ -171,6 +171,30 @@ def test_a_layer_of_which_slices_may_depend_stays_whole(
     assert_close(gradients(model), expected)
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_of_all_modules_sees_the_whole_batch(kind: str, caplog: Any) -> None:
+    """Also one that comes behind the first pass."""
+    seen: list[int] = []
+
+    def note(module: nn.Module, values: Any, *_: Any) -> None:
+        if isinstance(module, nn.Linear):
+            seen.append(len(values[0]))
+
+    model, ids = OneLayer(Layer()), torch.randint(50, (ROWS, LENGTH))
+    runs = sliced(model, slices_head=False)
+    with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda _: 3):
+        model(ids)
+    assert caplog.text == ""
+    hook = getattr(nn.modules.module, f"register_module_{kind}_hook")(note)
+    try:
+        with caplog.at_level(logging.WARNING), runs.running((ids,), {}, lambda _: 3):
+            model(ids).backward()
+    finally:
+        hook.remove()
+    assert "Layer computes the whole batch at once: each module has a hook" in caplog.text
+    assert set(seen) == {ROWS}
+
+
 class Keeps(Layer):
     """Keeps a loss in its own way."""
 
