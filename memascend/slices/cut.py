@@ -33,8 +33,11 @@ POSITION_DIMENSION_COUNTS = (3, 4)
 SHARED_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-class CannotCut(Exception):
-    """A call that cannot be cut; the text is the reason."""
+class CannotCut(BaseException):
+    """A call that cannot be cut; the text is the reason.
+
+    It goes through the forward of a model that catches its own errors (Exception).
+    """
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ A script that reads the logits gets them computed once more, for metrics: withou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -136,7 +137,7 @@ class SlicedHead:
         return getattr(getattr(self._model, "config", None), name, None) if value is None else value
 
     def _run_base(self, given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-        """Return the output of the base model, as an exception carries it out of the model.
+        """Return the output of the base model, behind which an exception ends the model's forward.
 
         Also the names of the arguments that it is given, or would take.
 
@@ -144,19 +145,22 @@ class SlicedHead:
             _WholeOutput: The model has not called its base model; has its output.
         """
         base = self._base
+        outputs: list[Any] = []
         names = set(inspect.signature(base.forward).parameters)
 
         def stop(*arguments: Any, **keywords: Any) -> Any:
-            passed = {id(one) for one in (*arguments, *keywords.values()) if torch.is_tensor(one)}
-            names.update(keywords, (name for name, one in given.items() if id(one) in passed))
-            raise _BaseOutput(base(*arguments, **keywords))
+            if not outputs:  # else a model that catches all errors tries again
+                given_now = (*arguments, *keywords.values())
+                passed = {id(one) for one in given_now if torch.is_tensor(one)}
+                names.update(keywords, (name for name, one in given.items() if id(one) in passed))
+                outputs.append(base(*arguments, **keywords))
+            raise _Stop
 
-        try:
-            with self._base_as(stop):
-                output = self._original(**given)
-        except _BaseOutput as stopped:
-            return stopped.output, frozenset(names)
-        raise _WholeOutput(output)
+        with contextlib.suppress(_Stop), self._base_as(stop):
+            output = self._original(**given)
+        if not outputs:
+            raise _WholeOutput(output)
+        return outputs[0], frozenset(names)
 
     def _run_tail(
         self,
@@ -426,19 +430,15 @@ def _of_tail(given: dict[str, Any], of_base: frozenset[str], *, pools: bool) -> 
     return found
 
 
-class _Output(Exception):
-    """Carries an output."""
+class _Stop(BaseException):
+    """Ends a model's forward behind its base model, also where it catches errors (Exception)."""
+
+
+class _WholeOutput(Exception):
+    """Carries the output of the model."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
-
-
-class _BaseOutput(_Output):
-    """Carries the output of the base model."""
-
-
-class _WholeOutput(_Output):
-    """Carries the output of the model."""
 
 
 class _StandIn:

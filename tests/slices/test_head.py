@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -231,6 +232,39 @@ class CallsTwice(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
+class Catches(transformers.LlamaForCausalLM):
+    """Has another way of its own if its base model fails."""
+
+    caught: Any = Exception
+
+    def forward(self, labels: Any = None, **keywords: Any) -> Any:
+        try:
+            states = self.model(**keywords).last_hidden_state
+        except self.caught:
+            states = keywords["inputs_embeds"]
+        logits = self.lm_head(states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=32)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+class CatchesAll(Catches):
+    """Even that a process is to end."""
+
+    caught = BaseException
+
+
+class CatchesLater(Catches):
+    """Calls its base model twice, if that works."""
+
+    def forward(self, labels: Any = None, **keywords: Any) -> Any:
+        states = self.model(**keywords).last_hidden_state
+        with contextlib.suppress(Exception):
+            states = self.model(inputs_embeds=states).last_hidden_state
+        logits = self.lm_head(states)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=32)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
 class ReadsOtherStates(transformers.LlamaForCausalLM):
     """Makes other inputs of its own, which slices do not have."""
 
@@ -296,6 +330,9 @@ class More(transformers.utils.ModelOutput):
         (ReturnsMore, "also returns pooled"),
         (AddsToLoss, "its loss is more than that of its loss function"),
         (CallsTwice, "its forward calls model several times"),
+        (CatchesLater, "its forward calls model several times"),
+        (Catches, ""),
+        (CatchesAll, ""),
         (ReadsOtherStates, "more than hidden states: 'NoneType'"),
         (AddsToLogits, "image_bias may be used behind its base model"),
         (Measures, "it also returns accuracy"),
@@ -320,6 +357,7 @@ def test_a_head_that_uses_more_stays_whole(
     with caplog.at_level(logging.WARNING):
         found_loss, found = run(model, inputs, 3)
     assert reason in caplog.text
+    assert bool(caplog.text) == bool(reason)
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
 
