@@ -34,6 +34,10 @@ _NO_LAYERS = (
     "none of its layers is checkpointed. fix: turn activation checkpointing on "
     "(`gradient_checkpointing=True` in the Trainer, `model.gradient_checkpointing_enable()`)"
 )
+_EVALUATES = (
+    "it is in evaluation mode with gradients on. fix: `model.train()`, without dropout in the "
+    "configuration; for evaluation `torch.no_grad()`"
+)
 _NO_TENSOR = "none of its arguments is a tensor of sequences"
 _NO_HEAD = (
     "it is none of transformers' models with a base model and one head behind it, so its loss is "
@@ -79,7 +83,11 @@ class SlicedModel:
             keywords: Its named ones.
             count_of: Returns the number of slices for so many sequences.
         """
-        if not (self._module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
+            yield
+            return
+        if not self._module.training:
+            self._slicer.note(type(self._module).__name__, _EVALUATES)
             yield
             return
         sequences = batch_of(arguments, keywords)
@@ -177,7 +185,10 @@ def _recorded(module: nn.Module, keywords: Mapping[str, Any]) -> str | None:
     if any(_hides_outputs(type(one)) for one in module.modules()):
         names.append("output_hidden_states")
     for name in names:
-        if keywords.get(name, any(getattr(config, name, False) for config in configs)):
+        is_on = keywords.get(name)
+        if is_on is None:  # older releases take the configuration's
+            is_on = any(getattr(config, name, False) for config in configs)
+        if is_on:
             return name
     return None
 

@@ -113,6 +113,18 @@ def test_attention_that_is_recorded_inside_of_layers_keeps_the_model_whole(
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("given", [None, False])
+def test_a_setting_that_a_call_leaves_open_is_that_of_the_configuration(
+    given: bool | None, caplog: pytest.LogCaptureFixture, passes: list[Any]
+) -> None:
+    model: Any = make("llama-untied")
+    model.config._attn_implementation = "eager"
+    model.config.output_attentions = True
+    with caplog.at_level(logging.WARNING):
+        run(model, batch(model) | {"output_attentions": given}, 3)
+    assert ("output_attentions is on" in caplog.text) == (given is None) == (not passes)
+
+
 def test_nothing_of_the_model_changes_outside_of_a_pass() -> None:
     model = make("llama-untied")
     inputs = batch(model)
@@ -128,13 +140,16 @@ def test_nothing_of_the_model_changes_outside_of_a_pass() -> None:
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad"])
-def test_a_pass_without_training_is_not_cut(how: str, passes: list[Any]) -> None:
+def test_a_pass_without_training_is_not_cut(
+    how: str, passes: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = make("llama-untied")
     inputs = batch(model)
     model.train(how != "eval")
     with torch.set_grad_enabled(how != "no_grad"), sliced(model).running((), inputs, lambda _: 3):
         assert model(**inputs).logits.shape[0] == ROWS
     assert passes == []
+    assert ("evaluation mode with gradients on" in caplog.text) == (how == "eval")
 
 
 def test_without_checkpoints_the_log_says_what_to_turn_on(caplog: Any) -> None:
