@@ -22,7 +22,7 @@ from memascend.errors import ConfigError
 from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.fused import FusedLoss, check_counts, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
-from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss
+from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss, is_known
 from memascend.slices.outputs import with_logits_on_demand
 from memascend.slices.random_states import RandomState
 
@@ -121,8 +121,8 @@ class SlicedHead:
             check_counts(self._original, given)
             return FusedLoss(given["labels"], given.get("shift_labels"))
         function: Any = getattr(self._model, "loss_function", None)
-        if getattr(function, "__name__", None) not in LOSSES:
-            raise CannotCut(f"its loss is not one of {', '.join(LOSSES)}")
+        if not is_known(function):
+            raise CannotCut(f"its loss is not one of transformers' own {', '.join(LOSSES)}")
         config: Any = self._model.config
         loss_of = SlicedLoss(function, config, given["labels"], given.get("shift_labels"))
         if loss_of.labels_of is LabelsOf.SEQUENCES:

@@ -7,6 +7,7 @@ the number of labels of the whole batch.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
@@ -37,6 +38,16 @@ LOSSES = {
     "ForTokenClassification": LabelsOf.TOKENS,
     "ForSequenceClassificationLoss": LabelsOf.SEQUENCES,
 }
+
+
+def is_known(function: Any) -> bool:
+    """Return whether a loss function is one of `LOSSES`, and not another one with its name.
+
+    A script's function may have the name by `functools.wraps`, and add to the loss.
+    """
+    file = sys.modules.get("transformers.loss.loss_utils")
+    is_of_file = getattr(function, "__globals__", None) is getattr(file, "__dict__", function)
+    return is_of_file and function.__code__.co_name in LOSSES
 
 
 def counted_labels(labels: torch.Tensor, shift_labels: torch.Tensor | None) -> torch.Tensor:

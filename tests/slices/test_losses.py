@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from memascend.slices.losses import is_known
 from tests.support.sliced_models import LENGTH, ROWS, assert_close, gradients, run, sliced
 
 VOCABULARY = 32
@@ -326,3 +328,30 @@ def test_a_loss_of_a_models_own_keeps_its_head_whole_and_is_said_once(
     assert_close(found, expected, rel=1e-9)
     (line,) = [line for line in caplog.messages if f"the head of {name} computes" in line]
     assert reason in line
+
+
+def with_z_loss(function: Any) -> Any:
+    """The decorator of a script."""
+
+    @functools.wraps(function)
+    def ForCausalLMLoss(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        z = keywords["logits"].logsumexp(-1).square().mean()
+        return function(*arguments, **keywords) + 0.01 * z
+
+    return ForCausalLMLoss
+
+
+def test_a_loss_with_the_name_of_a_known_one_is_left_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = classifier(3, None, transformers.LlamaForCausalLM)
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
+    inputs = {"input_ids": ids, "labels": ids}
+    assert is_known(model.loss_function)
+    model.loss_function = with_z_loss(model.loss_function)
+    loss, expected = run(model, inputs, 0)
+    with caplog.at_level(logging.WARNING):
+        found_loss, found = run(model, inputs, 3)
+    assert "its loss is not one of transformers' own ForCausalLMLoss" in caplog.text
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(found, expected)
