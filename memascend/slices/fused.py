@@ -87,6 +87,8 @@ class FusedLoss:
 
     #: The parts of the batch that have a label each.
     labels_of = LabelsOf.NEXT_TOKENS
+    #: Whether the model computes the whole batch; its loss is the same sum.
+    is_whole = False
 
     def __init__(self, labels: torch.Tensor, shift_labels: torch.Tensor | None) -> None:
         """Count the labels of the whole batch.
@@ -113,6 +115,12 @@ class FusedLoss:
             CannotCut: The model calls it.
         """
         raise CannotCut("its loss is more than a fused one")
+
+    def begin_probe(self) -> None:
+        """Do nothing: there are no logits."""
+
+    def take_probe(self) -> None:
+        """Return None."""
 
     def take(self, output: Any, keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return a slice's share of the loss, of shape (1,), and its values of tokens.

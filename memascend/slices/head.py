@@ -12,7 +12,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_docu
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss, is_known
 from memascend.slices.outputs import with_logits_on_demand
 from memascend.slices.random_states import RandomState
+from memascend.slices.shares import LossCut, LossProofs
 
-#: Arguments that are used by the base model alone; a classifier of sequences looks for padding in
-#: `input_ids`.
+#: Arguments that are used by the base model alone. `input_ids` are not: a classifier of sequences
+#: looks for padding in them, and a head may copy tokens.
 _OF_BASE = frozenset({"inputs_embeds", "past_key_values", "use_cache", "mm_token_type_ids"})
 #: The first words of others: images, videos and sounds, of which a row has any number.
 _OF_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "second_per_grid")
@@ -179,9 +179,11 @@ class SlicedHead:
         # The output itself would keep hidden states until the graph is gone.
         base_type = type(base_output)
         output_type: list[type] = []
+        whole_shape = hidden.shape
 
         def tail(hidden: torch.Tensor, keywords: dict[str, Any]) -> tuple[torch.Tensor, ...]:
             made = base_type(last_hidden_state=hidden)
+            loss_of.is_whole = hidden.shape == whole_shape
             if isinstance(loss_of, FusedLoss):  # it does not call the module whose weights it reads
                 self._model.get_output_embeddings()(hidden[:, :0])  # type: ignore[operator]
             with self._base_as(_once(made, self._refuse)), self._loss_as(loss_of):
@@ -196,7 +198,7 @@ class SlicedHead:
                 raise CannotCut(f"it also returns {others}")
             return values
 
-        keywords = _of_tail(given, of_base, pools=loss_of.labels_of is LabelsOf.SEQUENCES)
+        keywords = _of_tail(given, of_base)
         if isinstance(loss_of, FusedLoss):
             keywords.setdefault("num_items_in_batch", loss_of.item_count)
         if getattr(base_output, "router_logits", None) is not None:
@@ -206,8 +208,9 @@ class SlicedHead:
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
         cut = self._slicer.cut(self._name, leaves, lambda: self._cut(leaves, loss_of, batch))
+        proofs = LossProofs(*self._slicer.proofs_of(self._model, self._original), loss=loss_of)
         losses, *values = self._slicer.run(
-            tail, leaves, self._params(), LossCut(cut), name=self._name
+            tail, leaves, self._params(), LossCut(cut), name=self._name, proofs=proofs
         )
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
@@ -355,45 +358,6 @@ class SlicedHead:
                 self._model.loss_function = before
 
 
-@dataclass(frozen=True)
-class LossCut:
-    """Slices with an output of one number; others have the batch as the arguments do."""
-
-    inputs: Cut  # how the arguments are cut
-
-    @property
-    def count(self) -> int:
-        """Number of slices."""
-        return self.inputs.count
-
-    def take(self, number: int, place: int, value: Any) -> Any:
-        """Return a slice of the leaf at a place."""
-        return self.inputs.take(number, place, value)
-
-    def is_shared(self, place: int) -> bool:
-        """Return whether every slice gets the leaf at a place whole."""
-        return self.inputs.is_shared(place)
-
-    def part(self, number: int, output: torch.Tensor) -> torch.Tensor:
-        """Return a view of a whole output: the number of a slice, or its part."""
-        if output.dim() > 1:
-            return self.inputs.part(number, output)
-        return output[number : number + 1]
-
-    def whole_shape(
-        self, number: int, output: torch.Tensor, *, is_of_rows: bool = False
-    ) -> tuple[int, ...]:
-        """Return the shape of all numbers, or of a whole output.
-
-        Raises:
-            CannotCut: The output does not have the batch first.
-        """
-        if output.dim() < 2:
-            return (self.count,)
-        # Of a loss these are values of tokens, one fewer than a sequence has (FusedLoss.take).
-        return self.inputs.whole_shape(number, output, is_of_rows=True)
-
-
 def _once(output: Any, later: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with this output at its first call; later ones are another function's."""
     left = [output]
@@ -407,21 +371,19 @@ def _others(output: Any, *known: str) -> str:
     return ", ".join(sorted(name for name in names if not name.endswith("hidden_states")))
 
 
-def _of_tail(given: dict[str, Any], of_base: frozenset[str], *, pools: bool) -> dict[str, Any]:
+def _of_tail(given: dict[str, Any], of_base: frozenset[str]) -> dict[str, Any]:
     """Return the arguments of a model that are used behind its base model.
 
     Args:
         given: All of them.
         of_base: Names of those that the base model takes.
-        pools: Whether a classifier looks for padding.
 
     Raises:
         CannotCut: Images, videos or sounds may be used behind it.
     """
-    unused = _OF_BASE if pools else _OF_BASE | {"input_ids"}
     found: dict[str, Any] = {}
     for name, one in given.items():
-        if one is None or name in unused:
+        if one is None or name in _OF_BASE:
             continue
         if not name.startswith(_OF_MEDIA):
             found[name] = one

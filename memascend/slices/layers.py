@@ -200,8 +200,7 @@ class Slicer:
                 leaves,
                 functools.partial(_cut_call, batch, leaves, layer, attributes),
             )
-            reasons = self._proofs.setdefault(module, {})
-            proofs = Proofs(module, reasons, identity_of(call))
+            proofs = Proofs(*self.proofs_of(module, call))
             routers = recorded()
             if routers is not None:
                 call = routers.outputs_of(call)
@@ -215,6 +214,10 @@ class Slicer:
             attributes.restore()
         del weights, attributes
         return otherwise()
+
+    def proofs_of(self, module: nn.Module, call: Callable[..., Any]) -> tuple[Any, Reasons, Any]:
+        """Return a module, the reasons that are known of it, and the identity of a call."""
+        return module, self._proofs.setdefault(module, {}), identity_of(call)
 
     def cut(self, name: str, leaves: Leaves, cut: Callable[[], Cut]) -> Cut:
         """Return a cut of a call; one slice if this rank's batch cannot be cut.

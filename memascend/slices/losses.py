@@ -108,6 +108,10 @@ class SlicedLoss:
         #: Labels and shifted ones that the loss function was given last.
         self._given: tuple[Any, Any] = (None, None)
         self._is_own_count = True  # the script gives no number of items
+        #: Whether the model computes the whole batch: then the loss is as without slices.
+        self.is_whole = False
+        self._probes = False
+        self._probe: torch.Tensor | None = None
 
     def shifted(self) -> torch.Tensor:
         """Return the labels of the next tokens, each at the position of its token."""
@@ -122,13 +126,24 @@ class SlicedLoss:
         if keywords.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
             raise CannotCut(f"its loss ignores the label {keywords['ignore_index']}")
         self._is_own_count = keywords.get("num_items_in_batch") is None
-        if self._is_own_count:
+        if self._is_own_count and not self.is_whole:
             keywords["num_items_in_batch"] = self._item_count
         bound = inspect.signature(self._function).bind_partial(*arguments, **keywords).arguments
+        if self._probes:
+            self._probe = probe_of(bound.get("logits", bound.get("pooled_logits")))
         self._given = bound.get("labels"), keywords.get("shift_labels")
         self._value = self._function(*arguments, **keywords)
         self._version = self._value._version
         return self._value
+
+    def begin_probe(self) -> None:
+        """Have the next call keep a number of each token's or sequence's logits."""
+        self._probes = True
+
+    def take_probe(self) -> torch.Tensor | None:
+        """Return those numbers of the last call; None without logits."""
+        found, self._probe, self._probes = self._probe, None, False
+        return found
 
     def take(self, output: Any, keywords: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return a slice's share of the loss of the whole batch, and its number of labels.
@@ -155,7 +170,7 @@ class SlicedLoss:
         counted = labels if self.labels_of is not LabelsOf.NEXT_TOKENS else shift_labels
         if counted is None:
             counted = labels[..., 1:]
-        count = self._count(counted)
+        count = self._item_count if self.is_whole else self._count(counted)
         if self._is_mean:
             value = value * (counted.numel() / self._labels.numel())
         return value.reshape(1), count.reshape(1)
@@ -177,6 +192,14 @@ class SlicedLoss:
         if self._is_mean:
             return torch.full((), labels.numel(), device=labels.device)
         return (labels != IGNORED_LABEL).sum()
+
+
+def probe_of(logits: Any) -> torch.Tensor | None:
+    """Return logits (..., outputs) times fixed numbers, as (...); None of no such tensor."""
+    if not torch.is_tensor(logits) or logits.dim() < 2:
+        return None
+    numbers = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)
+    return logits.detach() @ numbers.cos().to(logits.dtype)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memascend.errors import MemAscendError
-from memascend.slices.cut import SHARED_TYPES, BatchCut, CannotCut
+from memascend.slices.cut import SHARED_TYPES, BatchCut, CannotCut, Cut
 from memascend.slices.random_states import RandomState
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ PROOFS_MAX = 128
 #: Why calls of one module cannot be cut, by their kinds of arguments and outputs, then by their
 #: functions and numbers; empty: they can.
 Reasons = dict[Any, dict[Any, str]]
+#: Returns the outputs of the only slice of another cut.
+Compute = Callable[[Any], Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,35 @@ class Proofs:
     def add(self, kind: Any, numbers: Any, reason: str) -> None:
         """Note the reason of a call."""
         self.reasons.setdefault(kind, {})[self.function, numbers] = reason
+
+    def is_of(self, cut: Cut) -> bool:
+        """Return whether slices of such a cut can be proven."""
+        return isinstance(cut, BatchCut)
+
+    def prove(
+        self,
+        cut: Any,
+        whole: Sequence[torch.Tensor | None],
+        tensors: Sequence[torch.Tensor],
+        compute: Compute,
+    ) -> bool:
+        """Compare outputs of slices with those of a slice of another size, if memory allows.
+
+        Args:
+            cut: How the call was cut, into several slices.
+            whole: The outputs of all slices, put together.
+            tensors: The tensors that the call is given, as far as its devices are concerned.
+            compute: Returns the outputs of the only slice of another cut.
+
+        Returns:
+            Whether another call of this kind needs no proof.
+
+        Raises:
+            CannotCut: They differ in more than their number of rows.
+        """
+        with if_it_fits(self.module, is_larger=cut.rows[0] == (0, 1)):
+            prove(cut, whole, tensors, compute)
+        return True
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -114,18 +145,13 @@ def _numbers(module: nn.Module) -> dict[str, int | float]:
     return {name: one for name, one in vars(module).items() if type(one) in (int, float)}
 
 
-def prove_if_fits(
-    module: nn.Module,
-    cut: BatchCut,
-    whole: Sequence[torch.Tensor | None],
-    tensors: Sequence[torch.Tensor],
-    compute: Callable[[BatchCut], Sequence[Any]],
-) -> None:
-    """Do as `prove`, or warn where memory for one sequence more than in a slice is not there."""
+@contextlib.contextmanager
+def if_it_fits(module: nn.Module, *, is_larger: bool) -> Iterator[None]:
+    """Warn where memory for more than in a slice is not there; an error if it `is_larger` not."""
     try:
-        prove(cut, whole, tensors, compute)
+        yield
     except torch.OutOfMemoryError:
-        if cut.rows[0] != (0, 1):
+        if not is_larger:
             raise
         log.warning(
             "memascend: %s is not proven to compute each sequence by itself: device memory ran out "
@@ -138,25 +164,15 @@ def prove(
     cut: BatchCut,
     whole: Sequence[torch.Tensor | None],
     tensors: Sequence[torch.Tensor],
-    compute: Callable[[BatchCut], Sequence[Any]],
+    compute: Compute,
 ) -> None:
-    """Compare outputs of slices with those of a slice of another size.
-
-    Args:
-        cut: How the call was cut, into several slices.
-        whole: The outputs of all slices, put together.
-        tensors: The tensors that the call is given, as far as its devices are concerned.
-        compute: Returns the outputs of the only slice of another cut.
-
-    Raises:
-        CannotCut: They differ in more than their number of rows.
-    """
+    """Do as `Proofs.prove`, whatever the memory."""
     begin, end = cut.rows[0]
     rows = 2 if end - begin == 1 else 1
     other = dataclasses.replace(cut, rows=((end - 1, end - 1 + rows),))
     before = RandomState(tensors)
     with before.restored(), torch.no_grad():
-        outputs = _outputs(compute, other)
+        outputs = outputs_of(compute, other, f"{rows} sequence(s)")
         is_random = not RandomState(tensors).is_same(before)
     for one, output in zip(whole, outputs, strict=True):
         if one is None or output is None:
@@ -173,10 +189,10 @@ def prove(
             _check_order_is_known(output, rows)
         elif output.is_floating_point() and output.device.type != "meta":
             states = [other.part(0, given) for given in tensors if _can_be_added(given, one)]
-            _check_values(part, output, states, _step(tensors, output))
+            check_values(part, output, states, relative_step(tensors, output))
 
 
-def _outputs(compute: Callable[[BatchCut], Sequence[Any]], cut: BatchCut) -> Sequence[Any]:
+def outputs_of(compute: Compute, cut: Cut, name: str) -> Sequence[Any]:
     """Return the outputs of a slice; raise CannotCut if its size is an error in the layer."""
     try:
         return _uncompiled(compute)(cut)
@@ -184,8 +200,7 @@ def _outputs(compute: Callable[[BatchCut], Sequence[Any]], cut: BatchCut) -> Seq
         if isinstance(error, torch.OutOfMemoryError | MemAscendError):
             raise
         reason = f"{type(error).__name__} {error}".splitlines()[0].rstrip()
-        begin, end = cut.rows[0]
-        raise CannotCut(f"{end - begin} sequence(s) are an error in it, {reason}") from error
+        raise CannotCut(f"{name} are an error in it, {reason}") from error
 
 
 def _check_order_is_known(output: torch.Tensor, rows: int) -> None:
@@ -202,7 +217,7 @@ def _can_be_added(given: torch.Tensor, whole: torch.Tensor) -> bool:
     return is_like and given.is_floating_point()
 
 
-def _check_values(
+def check_values(
     part: torch.Tensor, output: torch.Tensor, states: Sequence[torch.Tensor], step: float
 ) -> None:
     """Raise CannotCut if values for the same sequences differ; NaN and infinity say nothing.
@@ -223,7 +238,7 @@ def _check_values(
         )
 
 
-def _step(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> float:
+def relative_step(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> float:
     """Return the relative step of the coarsest dtype that a call computes with."""
     dtypes = {one.dtype for one in (*tensors, output) if one.is_floating_point()}
     kind = output.device.type
@@ -238,7 +253,7 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(finite, dtype=dtype))
 
 
-def _uncompiled(compute: Callable[[BatchCut], Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+def _uncompiled(compute: Compute) -> Compute:
     """Return a function whose compiled layers run as they are written: one size more costs nothing.
 
     With a release of torch without stances layers that are compiled in place are compiled for it.
@@ -246,12 +261,12 @@ def _uncompiled(compute: Callable[[BatchCut], Sequence[Any]]) -> Callable[..., S
     if "torch._dynamo" not in sys.modules:
         return compute
 
-    def run(cut: BatchCut) -> Sequence[Any]:
+    def run(cut: Cut) -> Sequence[Any]:
         if not hasattr(torch.compiler, "set_stance"):
             return compute(cut)
         with torch.compiler.set_stance("force_eager"):
             return compute(cut)
 
     # In the midst of a compiled function stances are errors.
-    eager: Callable[..., Sequence[Any]] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    eager: Compute = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
     return eager

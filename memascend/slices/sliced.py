@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from memascend.slices.cut import BatchCut, CannotCut, Cut, Leaves, WholeCut
-from memascend.slices.proof import Proofs, prove_if_fits
+from memascend.slices.cut import CannotCut, Cut, Leaves, WholeCut
+from memascend.slices.proof import Proofs
 from memascend.slices.random_states import RandomState
 
 _NO_GRAPH = (
@@ -147,7 +147,7 @@ class SlicedCall:
 
     def _check_proof(self, kind: Any) -> None:
         """Raise _OtherShape if it is known that slices have no parts of the batch's outputs."""
-        if self._proofs is not None and isinstance(self._cut, BatchCut):
+        if self._proofs is not None and self._proofs.is_of(self._cut):
             reason = self._proofs.reason(kind, self._numbers)
             if reason:
                 raise _OtherShape(reason)
@@ -158,17 +158,18 @@ class SlicedCall:
         """Raise _OtherShape if the outputs of slices are no parts of the batch's."""
         if self._proofs is None or self._proofs.reason(kind, self._numbers) is not None:
             return
-        if not isinstance(self._cut, BatchCut) or self._cut.count == 1:
+        if not self._proofs.is_of(self._cut) or self._cut.count == 1:
             return  # nothing to be proven
         detached = [tensor.detach() for tensor in tensors]
         compute = functools.partial(self._call, 0, detached)
         try:
             with self._proofs.unchanged():
-                prove_if_fits(self._proofs.module, self._cut, whole, tensors, compute)
+                is_proven = self._proofs.prove(self._cut, whole, tensors, compute)
         except CannotCut as reason:
             self._proofs.add(kind, self._numbers, str(reason))
             raise _OtherShape(*reason.args) from reason
-        self._proofs.add(kind, self._numbers, "")
+        if is_proven:
+            self._proofs.add(kind, self._numbers, "")
 
     def backward(
         self,

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from memascend.slices.losses import is_known
-from tests.support.sliced_models import LENGTH, ROWS, assert_close, gradients, run, sliced
+from tests.support.sliced_models import IN_PROOF, LENGTH, ROWS, assert_close, gradients, run, sliced
 
 VOCABULARY = 32
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
@@ -192,7 +192,7 @@ def test_adapters_of_a_task_do_not_hide_the_head(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         found_loss, found = run(adapted, inputs, 3)
     assert "memascend: " not in caplog.text  # bitsandbytes may log, too
-    assert seen == [2, 2, 2] * 2
+    assert seen == [2, 2, 2, *IN_PROOF, 2, 2, 2]
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from memascend.slices.routers import recorded
 from tests.support.sliced_models import (
+    IN_PROOF,
     LENGTH,
     ROWS,
     assert_close,
@@ -81,7 +82,7 @@ def test_the_head_computes_slices_alone() -> None:
     model.lm_head.forward = lambda states: (seen.append(states.shape[0]), whole(states))[1]
     with sliced(model).running((), inputs, lambda _: 3):
         model(**inputs)
-    assert seen == [2, 2, 2]
+    assert seen == [2, 2, 2, *IN_PROOF]
 
 
 def test_a_layer_returns_what_it_returned_before() -> None:

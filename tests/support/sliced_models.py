@@ -15,6 +15,8 @@ from memascend.slices.model import SlicedModel
 from tests.parity import families
 
 ROWS, LENGTH = 6, 16
+#: Sequences that a head in slices of two computes once more in its first pass.
+IN_PROOF = (2, 1, 1)
 
 
 class Weights:
