@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from memascend.slices.cut import POSITION_DIMENSION_COUNTS, SHARED_TYPES, CannotCut, Leaves
+from memascend.slices.cut import (
+    POSITION_DIMENSION_COUNTS,
+    SHARED_NAMES,
+    SHARED_TYPES,
+    CannotCut,
+    Leaves,
+)
 
 #: The first of so many rows of positions is that of text, which flash attention gets.
 _TEXT_FIRST = 4
@@ -32,12 +38,14 @@ class Documents:
         ranges: Begin and end of each slice, in tokens.
         longest: Tokens of the longest document of each slice.
         keep_apart: Whether attention keeps documents apart without a mask.
+        begins: The first token of each document; those of slices if it is left out.
     """
 
     length: int
     ranges: tuple[tuple[int, int], ...]
     longest: tuple[int, ...]
     keep_apart: bool
+    begins: tuple[int, ...] = ()
 
 
 def find_documents(
@@ -60,7 +68,8 @@ def find_documents(
     if torch.is_tensor(positions) and positions.dim() == 3 and len(positions) != _TEXT_FIRST:
         keep_apart = False  # flash attention gets none of them
     if torch.is_tensor(offsets):
-        begins = offsets[:-1].tolist()
+        keep_apart &= all(keywords.get(name) is not None for name in (*_OFFSETS, *_LONGEST))
+        begins = [one for one in offsets.tolist() if one < length]  # behind it others are padding
     elif torch.is_tensor(positions) and positions.shape[-2:] == (1, length):
         begins = (positions.reshape(-1, length)[0] == 0).nonzero()[:, 0].tolist()
     else:
@@ -76,7 +85,7 @@ def find_documents(
         max(tokens for begin, tokens in lengths.items() if first <= begin < last)
         for first, last in ranges
     )
-    return Documents(length, ranges, longest, keep_apart)
+    return Documents(length, ranges, longest, keep_apart, tuple(begins))
 
 
 class _Kind(enum.Enum):
@@ -138,6 +147,28 @@ class DocumentCut:
         shape = list(output.shape)
         shape[dimension] = self.documents.length
         return tuple(shape)
+
+    def across_edge(self) -> tuple[DocumentCut, int]:
+        """Return a slice of the documents on both sides of the first edge, and the first's length.
+
+        No document that is longer than a slice is in it, and no slice but these two.
+        """
+        (_, edge), (_, last) = self.documents.ranges[:2]
+        begin = max((one for one in self.documents.begins if one < edge), default=0)
+        end = min((one for one in self.documents.begins if one > edge), default=last)
+        documents = replace(
+            self.documents, ranges=((begin, end),), longest=(max(edge - begin, end - edge),)
+        )
+        return replace(self, documents=documents), edge - begin
+
+    def halves(self, first: int, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a tensor of the only slice: its first tokens, so many, and the others."""
+        begin, end = self.documents.ranges[0]
+        dimension = self._dimension(tensor, end - begin)
+        return (
+            tensor.narrow(dimension, 0, first),
+            tensor.narrow(dimension, first, end - begin - first),
+        )
 
     @staticmethod
     def _dimension(output: torch.Tensor, length: int) -> int:
@@ -221,4 +252,6 @@ def _kind(path: str, value: Any, length: int) -> tuple[_Kind, int]:
         return _Kind.TOKENS, 2
     if length in shape:
         raise CannotCut(f"{path} of shape {shape} may have tokens elsewhere")
+    if len(shape) == 1 and not (value.is_floating_point() or name in SHARED_NAMES):
+        raise CannotCut(f"{path} of shape {shape} may have offsets of documents")
     return _Kind.SHARED, 0

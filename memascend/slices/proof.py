@@ -23,6 +23,8 @@ from torch import nn
 
 from memascend.errors import MemAscendError
 from memascend.slices.cut import SHARED_TYPES, BatchCut, CannotCut, Cut
+from memascend.slices.documents import DocumentCut
+from memascend.slices.influence import Two, check_influence
 from memascend.slices.random_states import RandomState
 
 log = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class Proofs:
 
     def is_of(self, cut: Cut) -> bool:
         """Return whether slices of such a cut can be proven."""
-        return isinstance(cut, BatchCut)
+        return isinstance(cut, BatchCut | DocumentCut)
 
     def prove(
         self,
@@ -87,7 +89,7 @@ class Proofs:
         tensors: Sequence[torch.Tensor],
         compute: Compute,
     ) -> bool:
-        """Compare outputs of slices with those of a slice of another size, if memory allows.
+        """Compare outputs of slices with those of another slice, if memory allows.
 
         Args:
             cut: How the call was cut, into several slices.
@@ -101,8 +103,12 @@ class Proofs:
         Raises:
             CannotCut: They differ in more than their number of rows.
         """
-        with if_it_fits(self.module, is_larger=cut.rows[0] == (0, 1)):
-            prove(cut, whole, tensors, compute)
+        if isinstance(cut, DocumentCut):
+            with if_it_fits(self.module, is_larger=True):
+                _prove_documents(cut, whole, tensors, compute)
+        else:
+            with if_it_fits(self.module, is_larger=cut.rows[0] == (0, 1)):
+                _prove_sequences(cut, whole, tensors, compute)
         return True
 
     @contextlib.contextmanager
@@ -160,20 +166,19 @@ def if_it_fits(module: nn.Module, *, is_larger: bool) -> Iterator[None]:
         )
 
 
-def prove(
+def _prove_sequences(
     cut: BatchCut,
     whole: Sequence[torch.Tensor | None],
     tensors: Sequence[torch.Tensor],
     compute: Compute,
 ) -> None:
-    """Do as `Proofs.prove`, whatever the memory."""
+    """Compare slices of a batch with one of another size, and two sequences with each other."""
     begin, end = cut.rows[0]
     rows = 2 if end - begin == 1 else 1
     other = dataclasses.replace(cut, rows=((end - 1, end - 1 + rows),))
-    before = RandomState(tensors)
-    with before.restored(), torch.no_grad():
-        outputs = outputs_of(compute, other, f"{rows} sequence(s)")
-        is_random = not RandomState(tensors).is_same(before)
+    calls = _Calls(tensors, compute)
+    outputs = calls.outputs(other, f"{rows} sequence(s)")
+    is_random = calls.is_random
     for one, output in zip(whole, outputs, strict=True):
         if one is None or output is None:
             if one is not output:
@@ -187,9 +192,76 @@ def prove(
             )
         if is_random:
             _check_order_is_known(output, rows)
-        elif output.is_floating_point() and output.device.type != "meta":
-            states = [other.part(0, given) for given in tensors if _can_be_added(given, one)]
-            check_values(part, output, states, relative_step(tensors, output))
+        else:
+            _check_output(part, output, other, one, tensors)
+    two = Two(dataclasses.replace(cut, rows=((0, 2),)), _half_of_rows, "sequence")
+    _check_two(two, outputs if rows == 2 else None, calls)
+
+
+def _prove_documents(
+    cut: DocumentCut,
+    whole: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
+    compute: Compute,
+) -> None:
+    """Compare slices of a packed row with a slice of two documents, and these with each other."""
+    other, first = cut.across_edge()
+    calls = _Calls(tensors, compute)
+    outputs = calls.outputs(other, "two documents")
+    for one, output in zip(whole, outputs, strict=True):
+        part = one if one is None else other.part(0, one)
+        if getattr(part, "shape", None) != getattr(output, "shape", None):
+            raise CannotCut("of two documents it returns other outputs than of others")
+        if one is not None and part is not None and not calls.is_random:
+            _check_output(part, output, other, one, tensors)
+    halves = functools.partial(other.halves, first)
+    _check_two(Two(other, halves, "document"), outputs, calls)
+
+
+class _Calls:
+    """Calls of a layer without a graph, all with the same random numbers."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], compute: Compute) -> None:
+        self.tensors, self._compute = tensors, compute
+        self._before = RandomState(tensors)
+        #: Whether the last call took random numbers.
+        self.is_random = False
+
+    def outputs(self, cut: Any, name: str) -> Sequence[Any]:
+        with self._before.restored(), torch.no_grad():
+            outputs = outputs_of(self._compute, cut, name)
+            self.is_random = not RandomState(self.tensors).is_same(self._before)
+        return outputs
+
+
+def _half_of_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = tensor.chunk(2)
+    return first, second
+
+
+def _check_two(two: Two, outputs: Sequence[Any] | None, calls: _Calls) -> None:
+    """Raise CannotCut if two sequences or documents of a slice change each other's output."""
+    name = f"two {two.name}s"
+    if outputs is None:
+        outputs = calls.outputs(two.cut, name)
+    found = next((one for one in outputs if torch.is_tensor(one)), None)
+    if found is None or found.device.type == "meta":
+        return
+    step = relative_step(calls.tensors, found)
+    check_influence(two, outputs, calls.tensors, lambda cut: calls.outputs(cut, name), step)
+
+
+def _check_output(
+    part: torch.Tensor,
+    output: torch.Tensor,
+    cut: Cut,
+    whole: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Raise CannotCut if an output of a cut's only slice is no part of the whole one."""
+    if output.is_floating_point() and output.device.type != "meta":
+        states = [cut.part(0, given) for given in tensors if _can_be_added(given, whole)]
+        check_values(part, output, states, relative_step(tensors, output))
 
 
 def outputs_of(compute: Compute, cut: Cut, name: str) -> Sequence[Any]:

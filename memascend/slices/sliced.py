@@ -8,7 +8,6 @@ them while a slice is differentiated, as in a reentrant checkpoint.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -143,7 +142,8 @@ class SlicedCall:
         are_shared = tuple(self._cut.is_shared(place) for place in self._places)
         dimensions = tuple(None if one is None else one.dim() for one in whole)
         flags = tuple(type(one) if _is_number(one) else one for one in self._leaves.values)
-        return self._leaves.paths, tuple(self._places), are_shared, dimensions, flags
+        cut = type(getattr(self._cut, "inputs", self._cut))
+        return cut, self._leaves.paths, tuple(self._places), are_shared, dimensions, flags
 
     def _check_proof(self, kind: Any) -> None:
         """Raise _OtherShape if it is known that slices have no parts of the batch's outputs."""
@@ -160,11 +160,14 @@ class SlicedCall:
             return
         if not self._proofs.is_of(self._cut) or self._cut.count == 1:
             return  # nothing to be proven
-        detached = [tensor.detach() for tensor in tensors]
-        compute = functools.partial(self._call, 0, detached)
+        proofs, detached = self._proofs, [tensor.detach() for tensor in tensors]
+
+        def compute(cut: Cut) -> tuple[torch.Tensor | None, ...]:
+            with proofs.unchanged():
+                return self._call(0, detached, cut)
+
         try:
-            with self._proofs.unchanged():
-                is_proven = self._proofs.prove(self._cut, whole, tensors, compute)
+            is_proven = proofs.prove(self._cut, whole, detached, compute)
         except CannotCut as reason:
             self._proofs.add(kind, self._numbers, str(reason))
             raise _OtherShape(*reason.args) from reason

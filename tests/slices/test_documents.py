@@ -19,6 +19,7 @@ LENGTHS = (5, 3, 8, 4, 6, 6)
 TOKENS = sum(LENGTHS)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 OFFSETS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+LONGEST = {"max_length_k": 8}
 #: Documents of 16, 4 and 12 tokens in two slices.
 TWO = Documents(TOKENS, ((0, 16), (16, TOKENS)), (8, 6), keep_apart=False)
 
@@ -50,6 +51,22 @@ def test_slices_end_between_documents(count: int, ranges: list[tuple[int, int]])
         assert found is not None
         assert list(found.ranges) == ranges
         assert max(found.longest) == 8
+
+
+@pytest.mark.parametrize(
+    ("longest", "keep_apart"), [({"max_length_q": 8}, False), ({"max_length_q": 8} | LONGEST, True)]
+)
+def test_offsets_keep_documents_apart_if_flash_attention_has_all_of_them(
+    longest: dict[str, int], keep_apart: bool
+) -> None:
+    """Else it goes by positions. Offsets of a fixed number end with some at the row's end."""
+    padded = torch.cat([OFFSETS, OFFSETS[-1:], OFFSETS[-1:]])
+    offsets = {"cu_seq_lens_q": padded, "cu_seq_lens_k": padded}
+    found = find_documents(offsets | longest, TOKENS, lambda count: count, keep_apart=True)
+    assert found is not None
+    assert found.begins == (0, 5, 8, 16, 20, 26)
+    assert len(found.ranges) == len(LENGTHS)
+    assert found.keep_apart == keep_apart
 
 
 @pytest.mark.parametrize("keywords", [{}, {"position_ids": torch.arange(TOKENS)[None]}])
@@ -88,6 +105,8 @@ def test_every_argument_is_cut_where_its_tokens_are() -> None:
         ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).bool()}, "joins documents"),
         ({"bias": torch.zeros(1, 4, TOKENS)}, "elsewhere"),
         ({"cache": object()}, "cache is a object"),
+        ({"cu_seqlens": OFFSETS}, "cu_seqlens of shape .* may have offsets of documents"),
+        ({"lengths": torch.tensor(LENGTHS)}, "may have offsets of documents"),
         ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).long()}, "mask is of torch.int64"),
         ({"encoder_hidden_states": torch.zeros(1, TOKENS, 4)}, "tokens of another model"),
     ],
