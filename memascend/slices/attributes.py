@@ -120,10 +120,11 @@ def _may_have_tensors(name: str, value: Any) -> bool:
 class Attributes:
     """The attributes of a module and those in it, before a call."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """Note them."""
+    def __init__(self, module: nn.Module, *, without: nn.Module | None = None) -> None:
+        """Note them; not those of one module and those in that."""
         self._all: list[_Attributes] = []
-        for path, one in module.named_modules():
+        others = set() if without is None else set(without.modules())
+        for path, one in module.named_modules(memo=others):
             prefix = f"{path}." if path else ""
             self._all.append(_Attributes.of(prefix, vars(one)))
             if one._buffers:

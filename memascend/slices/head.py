@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memascend.errors import ConfigError
+from memascend.slices.attributes import Attributes
 from memascend.slices.cut import CannotCut, Cut, Leaves
 from memascend.slices.fused import FusedLoss, check_counts, is_fused, mark_as_gathered, unfused
 from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_documents, check_module
@@ -208,10 +209,7 @@ class SlicedHead:
             keywords["shift_labels"] = loss_of.shifted()
         leaves = Leaves.of((hidden, keywords), {})
         cut = self._slicer.cut(self._name, leaves, lambda: self._cut(leaves, loss_of, batch))
-        proofs = LossProofs(*self._slicer.proofs_of(self._model, self._original), loss=loss_of)
-        losses, *values = self._slicer.run(
-            tail, leaves, self._params(), LossCut(cut), name=self._name, proofs=proofs
-        )
+        losses, *values = self._run_slices(tail, leaves, LossCut(cut), loss_of)
         # Classifiers compute in the model's dtype, in which a sum would lose digits.
         sum_dtype = torch.promote_types(losses.dtype, torch.float32)
         loss = losses.sum(dtype=sum_dtype)
@@ -227,6 +225,25 @@ class SlicedHead:
             self._read_logits, self._step_count(), base_type, hidden.detach(), keywords
         )
         return with_logits_on_demand(output_type[0], {"loss": loss, **rest}, read)
+
+    def _run_slices(
+        self,
+        tail: Callable[..., Any],
+        leaves: Leaves,
+        cut: LossCut,
+        loss_of: SlicedLoss | FusedLoss,
+    ) -> Any:
+        proofs = LossProofs(*self._slicer.proofs_of(self._model, self._original), loss=loss_of)
+        attributes = Attributes(self._model, without=self._base)
+        try:
+            outputs = self._slicer.run(
+                tail, leaves, self._params(), cut, name=self._name, proofs=proofs
+            )
+            attributes.check_kept()
+        except CannotCut:
+            attributes.restore()
+            raise
+        return outputs
 
     def _cut(self, leaves: Leaves, loss_of: SlicedLoss | FusedLoss, batch: Batch) -> Cut:
         if batch.documents is not None:

@@ -266,6 +266,19 @@ class CatchesLater(Catches):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
+class KeepsLosses(transformers.LlamaForCausalLM):
+    """Keeps its losses, for the log of a script."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, **keywords: Any) -> Any:
+        output = super().forward(**keywords)
+        self.losses.append(output.loss.detach())
+        return output
+
+
 class ReadsOtherStates(transformers.LlamaForCausalLM):
     """Makes other inputs of its own, which slices do not have."""
 
@@ -334,6 +347,7 @@ class More(transformers.utils.ModelOutput):
         (CatchesLater, "its forward calls model several times"),
         (Catches, ""),
         (CatchesAll, ""),
+        (KeepsLosses, "its attribute losses keeps a value of the call"),
         (ReadsOtherStates, "more than hidden states: 'NoneType'"),
         (AddsToLogits, "image_bias may be used behind its base model"),
         (Measures, "it also returns accuracy"),
@@ -359,6 +373,7 @@ def test_a_head_that_uses_more_stays_whole(
         found_loss, found = run(model, inputs, 3)
     assert reason in caplog.text
     assert bool(caplog.text) == bool(reason)
+    assert [one.item() for one in getattr(model, "losses", [])] in ([], [loss, found_loss])
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert_close(found, expected)
 
