@@ -24,6 +24,7 @@ def exact_cases() -> list[Case]:
         PLAIN,
         replace(PLAIN, slices=8, during_backward=True, clipping=0.0, steps=4),
         replace(PLAIN, family="mixtral", slices=2, saved_bytes=0),
+        replace(PLAIN, saved_bytes=0, during_backward=True, clipping=0.0, limit_bytes=24 << 20),
         replace(PLAIN, family="qwen3-untied", checkpointing="reentrant"),
         replace(PLAIN, gradients_in_fp32=True),
         replace(PLAIN, dtype="fp16", scale_power=12, repeats=True),
