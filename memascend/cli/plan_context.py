@@ -256,8 +256,10 @@ def way_that_fits(training: Training, args: argparse.Namespace) -> str:
     comparison = _comparison(training, args)
     if comparison.lacks:
         return ""
-    slices = comparison.one_pass.slices
-    return f"in one pass of {slices} slices" if slices > 1 else "with checkpoints on the drive"
+    step = comparison.one_pass
+    if step.slices > 1:
+        return f"in one pass of {step.slices} slices"
+    return "with checkpoints on the drive" if step.context.way.place == "drive" else ""
 
 
 def _comparison(training: Training, args: argparse.Namespace) -> Comparison:
