@@ -8,8 +8,11 @@ them while a slice is differentiated, as in a reentrant checkpoint.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +29,11 @@ _NO_CHOICE = (
     "gradients of single tensors were asked for (torch.autograd.grad, or inputs= of backward), and "
     "layers in slices add to those of all their weights. fix: call backward() without inputs, or "
     "leave memascend.micro_batches out"
+)
+_KEPT = (
+    "memascend: {name} keeps a tensor of a slice outside of its module, as a loss in a list of the "
+    "script, and in slices a gradient of it would be lost. fix: return it from the layer, keep it "
+    "as an attribute of the layer, which is then left whole, or leave memascend.micro_batches out"
 )
 
 
@@ -70,6 +78,7 @@ class SlicedCall:
         """
         self._function, self._cut, self._weights = function, cut, weights
         self._proofs = proofs
+        self._name = "a call" if proofs is None else type(proofs.module).__name__
         self._places = [
             place for place, value in enumerate(leaves.values) if torch.is_tensor(value)
         ]
@@ -188,8 +197,21 @@ class SlicedCall:
         with self._weights.in_backward(self._cut.count) as begin_slice:
             for number in range(self._cut.count):
                 begin_slice(number)
-                self._backward_slice(number, tensors, gradients, found)
+                self._check_dropped(self._backward_slice(number, tensors, gradients, found))
         return found
+
+    def _check_dropped(self, inputs: Sequence[weakref.ref[torch.Tensor]]) -> None:
+        """Raise RuntimeError if the graph of a slice is still there: a tensor of it is kept.
+
+        Autocast keeps casts, with their graphs, until its outermost context ends, and a cycle of
+        references is there until it is collected, mostly as a young one.
+        """
+        for drop in (torch.clear_autocast_cache, partial(gc.collect, 1), gc.collect):
+            if all(one() is None for one in inputs):
+                return
+            drop()
+        if any(one() is not None for one in inputs):
+            raise RuntimeError(_KEPT.format(name=self._name))
 
     def _backward_slice(
         self,
@@ -197,7 +219,8 @@ class SlicedCall:
         tensors: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
         found: Sequence[torch.Tensor | None],
-    ) -> None:
+    ) -> list[weakref.ref[torch.Tensor]]:
+        """Differentiate a slice; return those of its inputs that its graph begins with."""
         inputs = [
             self._cut.take(number, place, tensor.detach()).detach().requires_grad_(sum_ is not None)
             for place, tensor, sum_ in zip(self._places, tensors, found, strict=True)
@@ -218,6 +241,7 @@ class SlicedCall:
                 sum_.add_(one.grad)
             else:
                 self._cut.take(number, place, sum_).copy_(one.grad)
+        return [weakref.ref(one) for one in inputs if one.requires_grad]
 
     def _call(
         self, number: int, tensors: Sequence[torch.Tensor], cut: Cut

@@ -129,6 +129,85 @@ def test_a_layer_that_gives_up_leaves_random_numbers_as_they_were() -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+class Keeping(nn.Module):
+    """Keeps a number of its output in a list that is not its own."""
+
+    def __init__(self, kept: list[torch.Tensor], *, has_graph: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self._append = kept.append
+        self._has_graph = has_graph
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        computed = self.linear(states)
+        mean = computed.square().mean()
+        self._append(mean if self._has_graph else mean.detach())
+        return states + computed
+
+
+def test_a_loss_that_a_layer_keeps_in_a_list_of_the_script_is_an_error() -> None:
+    kept: list[torch.Tensor] = []
+    model = Plain(reentrant=False)
+    model.layers[1] = Keeping(kept, has_graph=True)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    with pytest.raises(RuntimeError, match="Keeping keeps a tensor of a slice outside"):
+        loss.backward()
+
+
+def test_a_number_without_a_graph_may_be_kept() -> None:
+    kept: list[torch.Tensor] = []
+    model = Plain(reentrant=False)
+    model.layers[1] = Keeping(kept, has_graph=False)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    model(ids).backward()
+    expected = gradients(model)
+    kept.clear()
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    loss.backward()
+    assert len(kept) > 2
+    assert_close(gradients(model), expected)
+
+
+def test_a_cast_that_autocast_keeps_is_not_taken_for_a_kept_tensor() -> None:
+    """Autocast keeps those of leaves, as a slice is one, until its context ends."""
+    model = Plain(reentrant=False)
+    model.layers[1] = nn.Linear(8, 8)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids).backward()
+        expected = gradients(model)
+        with sliced(model).running((ids,), {}, lambda _: 3):
+            loss = model(ids)
+        loss.backward()
+    assert_close(gradients(model), expected, rel=2e-2)
+
+
+def test_a_graph_in_a_cycle_of_references_is_not_taken_for_a_kept_tensor() -> None:
+    class Cycle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            computed = self.linear(states)
+            cycle: list[object] = [computed]
+            cycle.append(cycle)
+            return states + computed
+
+    model = Plain(reentrant=False)
+    model.layers[1] = Cycle()
+    ids = torch.randint(50, (ROWS, LENGTH))
+    model(ids).backward()
+    expected = gradients(model)
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    loss.backward()
+    assert_close(gradients(model), expected)
+
+
 class OfStates(Plain):
     """Is given hidden states instead of tokens."""
 

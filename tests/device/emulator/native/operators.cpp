@@ -238,9 +238,20 @@ bool make_results(const Call& call, Stack& results) {
   return true;
 }
 
+/// The memory of a call's tensors. Not these themselves: no GPU's queue keeps a graph alive.
+std::vector<c10::Storage> memory_of(const Call& call) {
+  std::vector<c10::Storage> all;
+  for (const auto& argument : call.arguments) {
+    for (const auto& t : tensors_in(argument)) all.push_back(t.storage());
+  }
+  return all;
+}
+
 void run_later(Call call, const Stack& results) {
-  // A queue that keeps them finds more mistakes, and holds memory that a GPU would use again.
-  if (!poisons_and_sums) call.arguments.clear();
+  // A queue that keeps it finds more mistakes, and holds memory that a GPU would use again.
+  std::vector<c10::Storage> kept;
+  if (poisons_and_sums) kept = memory_of(call);
+  call.arguments.clear();
   std::vector<std::vector<at::Tensor>> targets(results.size());
   for (std::size_t r = 0; r < results.size(); ++r) {
     if (call.plan.returned[r] >= 0) continue;
@@ -249,7 +260,7 @@ void run_later(Call call, const Stack& results) {
       targets[r].push_back(alias_of(t));
     }
   }
-  launch(call.name, call.uses, [call, targets]() mutable {
+  launch(call.name, call.uses, [call, targets, kept]() mutable {
     const Stack given = call.run();
     for (std::size_t r = 0; r < targets.size(); ++r) {
       if (targets[r].empty()) continue;
