@@ -217,12 +217,36 @@ class Ways:
 
     def dpo(self) -> Found:
         """Train with TRL on preferences."""
+        return self._dpo("dpo")
+
+    def dpo_squares(self) -> Found:
+        """Likewise, with squares of margins as a loss (IPO)."""
+        return self._dpo("dpo_squares", loss_type="ipo")
+
+    def dpo_of_two_losses(self) -> Found:
+        """Likewise, with two losses, one of which is that of language modelling."""
+        return self._dpo("dpo_of_two_losses", loss_type=["sigmoid", "sft"], loss_weights=[0.8, 1.0])
+
+    def dpo_precomputed(self) -> Found:
+        """Likewise, with a reference that is computed before the first step.
+
+        In several batches: DeepSpeed does not train a model that had one in another engine.
+        """
+        return self._dpo(
+            "dpo_precomputed", precompute_ref_log_probs=True, precompute_ref_batch_size=2
+        )
+
+    def dpo_adapters(self) -> Found:
+        """Train adapters alone, whose absence is the reference."""
+        return self._dpo("dpo_adapters", peft_config=adapters())
+
+    # ------------------------------------------------------------------------------------------
+
+    def _dpo(self, name: str, **changes: Any) -> Found:
         rows = datasets.load_dataset(
             "json", data_files=str(EXAMPLES / "data" / "preferences.jsonl"), split="train"
         )
-        return self._train_trl("dpo", trl.DPOTrainer, trl.DPOConfig, rows)
-
-    # ------------------------------------------------------------------------------------------
+        return self._train_trl(name, trl.DPOTrainer, trl.DPOConfig, rows, **changes)
 
     def _settings(self, name: str) -> dict[str, Any]:
         return {
@@ -283,6 +307,7 @@ class Ways:
         rows: Any,
         *,
         model: Path | None = None,
+        peft_config: peft.LoraConfig | None = None,
         **changes: Any,
     ) -> Found:
         accelerate.state.AcceleratorState._reset_state()
@@ -296,7 +321,12 @@ class Ways:
             }
             | changes
         )
-        trainer = trainer_class(model=str(model or self.toy), args=arguments, train_dataset=rows)
+        trainer = trainer_class(
+            model=str(model or self.toy),
+            args=arguments,
+            train_dataset=rows,
+            peft_config=peft_config,
+        )
         trainer.train()
         return self._found(name, trainer)
 
@@ -433,12 +463,15 @@ def mixture() -> Any:
 
 
 def adapted() -> Any:
-    """Return a decoder with adapters whose second matrices are not zero."""
-    model = peft.get_peft_model(
-        language_model(),
-        peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False),
+    """Return a decoder with adapters."""
+    return peft.get_peft_model(language_model(), adapters())
+
+
+def adapters() -> peft.LoraConfig:
+    """Return the description of some whose second matrices are not zero."""
+    return peft.LoraConfig(
+        r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
     )
-    return model
 
 
 def main() -> None:

@@ -43,6 +43,10 @@ CLOSE: dict[str, tuple[str, ...]] = {
     "sequence_classification": (),
     "sft_packed": (),
     "dpo": (),
+    "dpo_squares": (),
+    "dpo_of_two_losses": (),
+    "dpo_precomputed": (),
+    "dpo_adapters": (),
 }
 #: Relative differences of weights, by the norm of each, and of losses. Two runs of AdamW in bf16
 #: whose gradients are rounded otherwise differ by as much.
