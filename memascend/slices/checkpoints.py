@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from memascend.slices.layers import SlicedCheckpoint, Slicer
+from memascend.slices.replaced import Replaced
 
 #: Where transformers keeps a layer's checkpoint function.
 _LAYER_FUNCTION = "_gradient_checkpointing_func"
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _OF_DEEPSPEED = ("checkpoint", "non_reentrant_checkpoint")
 
-#: Undoes what was replaced, last first.
-Undo = list[Callable[[], object]]
 
-
-def replace_checkpoints(undo: Undo, model: nn.Module, slicer: Slicer) -> None:
-    """Replace the checkpoint functions that a model may call until they are undone."""
+def replace_checkpoints(replaced: Replaced, model: nn.Module, slicer: Slicer) -> None:
+    """Replace the checkpoint functions that a model may call."""
     known = _known()
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -36,23 +34,13 @@ def replace_checkpoints(undo: Undo, model: nn.Module, slicer: Slicer) -> None:
             else:
                 is_called = _is_known(value, known)
             if is_called:
-                set_until_undone(undo, module, name, _sliced(value, slicer))
+                replaced.set(module, name, _sliced(value, slicer))
     own = {type(module).__module__ for module in model.modules()}
     for holder in {*own, *_holders(len(sys.modules))}:
         names: dict[str, Any] = getattr(sys.modules.get(holder), "__dict__", {})
         for name, value in list(names.items()):
             if _is_known(value, known):
-                set_until_undone(undo, sys.modules[holder], name, _sliced(value, slicer))
-
-
-def set_until_undone(undo: Undo, owner: Any, name: str, value: Any) -> None:
-    """Set a name of a module or a file until it is undone, past `nn.Module.__setattr__`."""
-    names = vars(owner)
-    if name in names:
-        undo.append(functools.partial(names.__setitem__, name, names[name]))
-    else:
-        undo.append(functools.partial(names.pop, name))
-    names[name] = value
+                replaced.set(sys.modules[holder], name, _sliced(value, slicer))
 
 
 def _known() -> list[Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from memascend.slices.layers import Batch, Slicer, check_hooks, check_keeps_docu
 from memascend.slices.losses import LOSSES, LabelsOf, SlicedLoss, is_known
 from memascend.slices.outputs import with_logits_on_demand
 from memascend.slices.random_states import RandomState
+from memascend.slices.replaced import Replaced
 from memascend.slices.shares import LossCut, LossProofs
 
 #: Arguments that are used by the base model alone. `input_ids` are not: a classifier of sequences
@@ -60,10 +61,11 @@ class SlicedHead:
         model: nn.Module,
         original: Callable[..., Any],
         slicer: Slicer,
+        replaced: Replaced,
         step_count: Callable[[], int],
     ) -> None:
         self._model, self._original, self._slicer = model, original, slicer
-        self._step_count = step_count
+        self._replaced, self._step_count = replaced, step_count
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the model; in slices its output has the loss, and logits for those who read them."""
@@ -352,27 +354,16 @@ class SlicedHead:
                 return self._child_as(name, call, weight=weight, bias=None)
         raise CannotCut("its output embeddings are in another module")
 
-    @contextmanager
-    def _child_as(self, name: str, call: Callable[..., Any], **attributes: Any) -> Iterator[None]:
-        child: Any = self._model._modules[name]
-        stand_in: Any = _StandIn(child, call, attributes)
-        self._model._modules[name] = stand_in
-        try:
-            yield
-        finally:
-            self._model._modules[name] = child
+    def _child_as(
+        self, name: str, call: Callable[..., Any], **attributes: Any
+    ) -> AbstractContextManager[None]:
+        children: dict[str, Any] = self._model._modules
+        stand_in = _StandIn(children[name], call, attributes)
+        return self._replaced.having(children, name, stand_in)
 
-    @contextmanager
-    def _loss_as(self, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
-        before = vars(self._model).get("_loss_function", _loss_as_nothing)
-        self._model.loss_function = loss  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            if before is _loss_as_nothing:
-                del self._model._loss_function
-            else:
-                self._model.loss_function = before
+    def _loss_as(self, loss: Callable[..., torch.Tensor]) -> AbstractContextManager[None]:
+        # As the property `loss_function` is set.
+        return self._replaced.having(vars(self._model), "_loss_function", loss)
 
 
 def _once(output: Any, later: Callable[..., Any]) -> Callable[..., Any]:
@@ -434,10 +425,6 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _loss_as_nothing() -> None:
-    """Stand for a model without a loss function of its own."""
 
 
 class _NoGradient(torch.autograd.Function):

@@ -117,8 +117,9 @@ class Slicer:
     @contextmanager
     def slicing(self, batch: Batch | None) -> Iterator[None]:
         """Within the context calls are cut into slices of this batch; None: they are not."""
-        outer, self._batch = self._batch, batch
+        outer = self._batch
         try:
+            self._batch = batch
             yield
         finally:
             self._batch = outer

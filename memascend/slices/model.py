@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.slices.checkpoints import Undo, replace_checkpoints, set_until_undone
+from memascend.slices.checkpoints import replace_checkpoints
 from memascend.slices.cut import Leaves
 from memascend.slices.documents import Documents, find_documents
 from memascend.slices.head import SlicedHead
@@ -23,6 +23,7 @@ from memascend.slices.layers import (
     Slicer,
     is_of_transformers,
 )
+from memascend.slices.replaced import Replaced
 from memascend.slices.routers import are_collected
 
 #: Inputs that have the batch first, the first one counts.
@@ -68,6 +69,7 @@ class SlicedModel:
         """
         self._module, self._slicer, self._slices_head = module, slicer, slices_head
         self._note_count, self._step_count = note_count, step_count
+        self._replaced = Replaced()
 
     @contextmanager
     def running(
@@ -106,9 +108,9 @@ class SlicedModel:
         # An error about memory names the number that was asked for last: that of documents.
         batch = Batch(sequences, 1 if documents else count_of(sequences), documents)
         self._note_count(batch.slice_count_max)
-        undo: Undo = []
+        self._replaced.restore()
         try:
-            self._replace(undo)
+            self._replace()
             with self._slicer.slicing(batch):
                 yield
             if self._slices_head and not any(map(_has_head, self._module.modules())):
@@ -116,8 +118,7 @@ class SlicedModel:
             if self._slicer.layer_count == 0:
                 self._slicer.note(type(self._module).__name__, _NO_LAYERS)
         finally:
-            for one in reversed(undo):
-                one()
+            self._replaced.restore()
 
     def _documents(
         self, keywords: Mapping[str, Any], count_of: Callable[[int], int]
@@ -132,20 +133,23 @@ class SlicedModel:
         keep_apart = is_flash and keywords.get("attention_mask") is None
         return find_documents(keywords, row.shape[1], count_of, keep_apart=keep_apart)
 
-    def _replace(self, undo: Undo) -> None:
+    def _replace(self) -> None:
+        replaced = self._replaced
         layers = {
             module
             for module in self._module.modules()
             if is_of_transformers(module) and getattr(module, "gradient_checkpointing", False)
         }
-        replace_checkpoints(undo, self._module, self._slicer)
+        replace_checkpoints(replaced, self._module, self._slicer)
         for module in _beside(self._module, layers):
-            set_until_undone(undo, module, "forward", _SlicedForward(module, self._slicer))
+            replaced.set(module, "forward", _SlicedForward(module, self._slicer))
         if self._slices_head:
             for model in self._module.modules():
                 if _has_head(model):
-                    head = SlicedHead(model, model.forward, self._slicer, self._step_count)
-                    set_until_undone(undo, model, "forward", head)
+                    head = SlicedHead(
+                        model, model.forward, self._slicer, replaced, self._step_count
+                    )
+                    replaced.set(model, "forward", head)
 
 
 class _SlicedForward:

@@ -118,10 +118,12 @@ class Proofs:
         A router counts the tokens of its experts in them.
         """
         before = [(one, one._buffers, _numbers(one)) for one in self.module.modules()]
-        for one, buffers, _ in before:
-            copies = {name: None if one is None else one.clone() for name, one in buffers.items()}
-            vars(one)["_buffers"] = copies
         try:
+            for one, buffers, _ in before:
+                copies = {
+                    name: None if one is None else one.clone() for name, one in buffers.items()
+                }
+                vars(one)["_buffers"] = copies
             yield
         finally:
             for one, buffers, numbers in before:

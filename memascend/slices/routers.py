@@ -98,8 +98,9 @@ def _collector() -> Any:
 def _collecting(found: dict[str, list[Any]]) -> Iterator[None]:
     """Within the context hooks append to the lists of `found`."""
     collector = _collector()
-    token = collector.set(found)
+    before = collector.get()
     try:
+        collector.set(found)
         yield
     finally:
-        collector.reset(token)
+        collector.set(before)

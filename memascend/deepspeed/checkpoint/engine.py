@@ -114,10 +114,7 @@ def wrap_zero_nvme_offload_optimizer(original: Callable[..., bool]) -> Callable[
 
     @functools.wraps(original)
     def zero_nvme_offload_optimizer(self: Any) -> bool:
-        optimizer = _optimizer_of(self)
-        if optimizer is not None and optimizer.checkpoint.is_active:
-            return False
-        return original(self)
+        return original(self) if _active_optimizer_of(self) is None else False
 
     return zero_nvme_offload_optimizer
 
@@ -130,10 +127,8 @@ def wrap_save_part(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_part(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        optimizer = _optimizer_of(self)
-        if optimizer is None or not optimizer.checkpoint.is_active:
-            return original(self, *arguments, **keywords)
-        return on_every_rank(lambda: original(self, *arguments, **keywords))
+        save = functools.partial(original, self, *arguments, **keywords)
+        return save() if _active_optimizer_of(self) is None else on_every_rank(save)
 
     return save_part
 
@@ -146,10 +141,11 @@ def wrap_load_part(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_part(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        optimizer = _optimizer_of(self)
-        if optimizer is None or not optimizer.checkpoint.is_active:
-            return original(self, *arguments, **keywords)
-        result = on_every_rank(lambda: original(self, *arguments, **keywords))
+        load = functools.partial(original, self, *arguments, **keywords)
+        optimizer = _active_optimizer_of(self)
+        if optimizer is None:
+            return load()
+        result = on_every_rank(load)
         _replace_values(optimizer, optimizer.checkpoint.restore)
         return result
 
@@ -161,8 +157,7 @@ def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bo
 
     @functools.wraps(original)
     def _load_zero_checkpoint(self: Any, *arguments: Any, **keywords: Any) -> bool:
-        optimizer = _optimizer_of(self)
-        if optimizer is not None and optimizer.checkpoint.is_active:
+        if _active_optimizer_of(self) is not None:
             return True  # `wrap_load_part` has loaded it
         return original(self, *arguments, **keywords)
 
@@ -194,6 +189,12 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
     if not isinstance(optimizer, ZeroOptimizer) or not optimizer.upstream.states_on_drive:
         return None
     return optimizer if optimizer.attachment.runtime.drive.is_ours else None
+
+
+def _active_optimizer_of(engine: Any) -> ZeroOptimizer | None:
+    """Return that optimizer during a save or load, else None."""
+    optimizer = _optimizer_of(engine)
+    return optimizer if optimizer is not None and optimizer.checkpoint.is_active else None
 
 
 # -- saving --------------------------------------------------------------------------------------

@@ -39,14 +39,14 @@ class HeldParameters:
     def holding(self, params: list[Any]) -> Iterator[Callable[[int], None]]:
         """Within the context parameters stay gathered; the value notes the number of a slice."""
         outer = self._held, self._asked, self._kept, self._number, self._others
-        self._held, self._asked, self._others = frozenset(map(id, params)), [], set()
-        self._kept, self._number = set(), 0
         depth = len(parameter_offload.FWD_MODULE_STACK)
+        asked: list[tuple[Release, Any, tuple[Any, ...]]] = []
         try:
+            self._asked, self._kept, self._number, self._others = asked, set(), 0, set()
+            self._held = frozenset(map(id, params))
             yield functools.partial(self._begin_slice, depth)
         finally:
             _leave_modules(depth)
-            asked = self._asked
             self._held, self._asked, self._kept, self._number, self._others = outer
             for release, coordinator, arguments in asked:
                 release(coordinator, *arguments)
