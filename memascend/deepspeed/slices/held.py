@@ -46,8 +46,8 @@ class HeldParameters:
             self._held = frozenset(map(id, params))
             yield functools.partial(self._begin_slice, depth)
         finally:
-            _leave_modules(depth)
             self._held, self._asked, self._kept, self._number, self._others = outer
+            _leave_modules(depth)
             for release, coordinator, arguments in asked:
                 release(coordinator, *arguments)
 
