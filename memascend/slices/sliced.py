@@ -32,8 +32,9 @@ _NO_CHOICE = (
 )
 _KEPT = (
     "memascend: {name} keeps a tensor of a slice outside of its module, as a loss in a list of the "
-    "script, and in slices a gradient of it would be lost. fix: return it from the layer, keep it "
-    "as an attribute of the layer, which is then left whole, or leave memascend.micro_batches out"
+    "script, whose gradient would be lost in slices, or in a hook on itself, which keeps memory "
+    "for ever. fix: return it from the layer, detach it if it needs no gradient, keep it as an "
+    "attribute of the layer, which is then left whole, or leave memascend.micro_batches out"
 )
 
 
