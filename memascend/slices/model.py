@@ -85,6 +85,8 @@ class SlicedModel:
             keywords: Its named ones.
             count_of: Returns the number of slices for so many sequences.
         """
+        if self._slicer.batch is None:  # not within another pass of the model
+            self._replaced.restore()
         if not torch.is_grad_enabled():
             yield
             return
@@ -108,7 +110,6 @@ class SlicedModel:
         # An error about memory names the number that was asked for last: that of documents.
         batch = Batch(sequences, 1 if documents else count_of(sequences), documents)
         self._note_count(batch.slice_count_max)
-        self._replaced.restore()
         try:
             self._replace()
             with self._slicer.slicing(batch):

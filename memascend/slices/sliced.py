@@ -226,6 +226,8 @@ class SlicedCall:
             self._cut.take(number, place, tensor.detach()).detach().requires_grad_(sum_ is not None)
             for place, tensor, sum_ in zip(self._places, tensors, found, strict=True)
         ]
+        if all(sum_ is None for sum_ in found):  # behind frozen weights
+            self._want_one_gradient(inputs)
         with torch.enable_grad(), self._autocast.restored(), self._random[number].restored():
             outputs = self._call_cut(number, inputs, self._cut)
         reached = [
@@ -243,6 +245,13 @@ class SlicedCall:
             else:
                 self._cut.take(number, place, sum_).copy_(one.grad)
         return [weakref.ref(one) for one in inputs if one.requires_grad]
+
+    def _want_one_gradient(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Have the graph begin with an input, so that it is found where it is kept."""
+        for place, one in zip(self._places, inputs, strict=True):
+            if one.is_floating_point() and not self._cut.is_shared(place):
+                one.requires_grad_()
+                return
 
     def _call(
         self, number: int, tensors: Sequence[torch.Tensor], cut: Cut

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from memascend.slices.model import SlicedModel
 from tests.support.ctrl_c import interruptions
@@ -20,6 +21,35 @@ def step(model: Any, slices: SlicedModel, inputs: dict[str, Any]) -> float:
         loss = model(**inputs).loss
     loss.backward()
     return float(loss.detach())
+
+
+def evaluate(model: Any, slices: SlicedModel, inputs: dict[str, Any]) -> float:
+    with torch.no_grad(), slices.running((), inputs, lambda _: COUNT):
+        return float(model(**inputs).loss)
+
+
+def test_an_evaluation_behind_ctrl_c_that_came_twice_begins_with_what_was_left() -> None:
+    model = make("llama-untied")
+    inputs = batch(model)
+    slices = sliced(model)
+    expected = evaluate(model, slices, inputs)
+    interrupted = [KeyboardInterrupt(), KeyboardInterrupt()]
+    children, base = model._modules, model._modules["model"]
+
+    def stop(*_: Any, **__: Any) -> None:
+        slices._replaced._undo.append(lambda: children.update(model=base))
+        children["model"] = nn.Identity()
+        slices._replaced._undo.append(lambda: interrupted and _raise(interrupted.pop()))
+        raise interrupted.pop()
+
+    with pytest.raises(KeyboardInterrupt), slices.running((), inputs, lambda _: COUNT):
+        stop()
+    assert children["model"] is not base
+    assert evaluate(model, slices, inputs) == expected
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -41,6 +71,7 @@ def test_after_ctrl_c_at_any_line_the_next_pass_is_whole(stride: int) -> None:
     for place in interruptions(make_work, stride):
         model.zero_grad()
         torch.set_rng_state(state)
+        assert evaluate(model, slices[-1], inputs) == whole[0], place
         for found, right in (
             ((step(model, slices[-1], inputs), gradients(model)), expected),
             (run(model, inputs, 0), whole),

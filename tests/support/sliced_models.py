@@ -63,6 +63,16 @@ def run(model: nn.Module, inputs: dict[str, Any], count: int) -> tuple[float, di
     return loss.item(), gradients(model)
 
 
+def assert_as_whole(model: nn.Module, ids: torch.Tensor, rel: float = 2e-6) -> None:
+    """Three slices of tokens have the gradients of the whole batch."""
+    model(ids).backward()
+    expected = gradients(model)
+    with sliced(model).running((ids,), {}, lambda _: 3):
+        loss = model(ids)
+    loss.backward()
+    assert_close(gradients(model), expected, rel)
+
+
 def make(family: str) -> nn.Module:
     torch.manual_seed(0)
     model = families.maker(family)().float().train()
