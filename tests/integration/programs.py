@@ -148,6 +148,12 @@ def alone() -> dict[str, str]:
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
+def importing_tests() -> dict[str, str]:
+    """The environment of a program that imports from this folder."""
+    search_path = filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": os.pathsep.join(search_path)}
+
+
 def losses(output: str) -> list[str]:
     """The printed losses, digit by digit."""
     return re.findall(r"^step \d+ loss (\S+)", output, re.MULTILINE)

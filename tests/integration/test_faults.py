@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import time
@@ -14,14 +13,11 @@ import pytest
 
 from tests.support.ranks import RANKS
 
-from .programs import BLOCK, REPOSITORY, alone, losses, run, training_config
+from .programs import BLOCK, REPOSITORY, alone, importing_tests, losses, run, training_config
 
 pytestmark = pytest.mark.deepspeed
 
 PROGRAMS = REPOSITORY / "tests" / "integration"
-SEARCH_PATH = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-}
 WORLD = 2
 #: Far below the half hour after which a collective gives up.
 END_TIMEOUT_S = 240.0
@@ -37,7 +33,7 @@ def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str
     done = run(
         [RANKS, str(WORLD), str(PROGRAMS / "fault_program.py"), str(path), operation],
         cwd=tmp_path,
-        environment=SEARCH_PATH,
+        environment=importing_tests(),
     )
     assert done.returncode != 0
     assert time.monotonic() - began < END_TIMEOUT_S
@@ -59,7 +55,7 @@ def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed
     done = run(
         [str(PROGRAMS / "torn_program.py"), str(path), str(checkpoints)],
         cwd=tmp_path,
-        environment=SEARCH_PATH | alone(),
+        environment=importing_tests() | alone(),
     )
     assert done.returncode == 0, done.stdout[-4000:]
     (full,) = re.findall(r"^full save: (.*)$", done.stdout, re.MULTILINE)
@@ -89,7 +85,7 @@ def test_a_job_started_twice_ends_one_of_them_or_both_are_whole(tmp_path: Path) 
     command = [RANKS, "1", str(PROGRAMS / "kill_program.py"), str(path), str(checkpoints)]
 
     def train(steps: int) -> subprocess.CompletedProcess[str]:
-        return run([*command, "--steps", str(steps)], cwd=tmp_path, environment=SEARCH_PATH)
+        return run([*command, "--steps", str(steps)], cwd=tmp_path, environment=importing_tests())
 
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(train, [6, 6]))

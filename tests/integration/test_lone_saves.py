@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,12 +10,11 @@ import pytest
 
 from tests.support.ranks import RANKS
 
-from .programs import BLOCK, REPOSITORY, losses, run, training_config
+from .programs import BLOCK, REPOSITORY, importing_tests, losses, run, training_config
 
 pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "lone_save_program.py"
-SEARCH_PATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
 WORLD = 2
 ELSEWHERE = r"CheckpointError: the checkpoint failed on another rank \(rank\(s\) 1\)"
 TORN = "TornStepError: the last optimizer step or load ended half-way"
@@ -30,7 +28,7 @@ def test_a_save_or_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> N
     done = run(
         [RANKS, str(WORLD), str(PROGRAM), str(path), str(checkpoints)],
         cwd=tmp_path,
-        environment={"PYTHONPATH": SEARCH_PATH},
+        environment=importing_tests(),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     full = "CheckpointError: .*No space left on device; earlier checkpoints are untouched"

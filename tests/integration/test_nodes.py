@@ -30,6 +30,7 @@ from tests.integration.programs import (
     BLOCK,
     REPOSITORY,
     TIMEOUT_S,
+    importing_tests,
     losses,
     program_environment,
     training_config,
@@ -50,9 +51,6 @@ PATIENCE_S = 30.0
 #: Far below DeepSpeed's default, and more than a busy machine needs.
 END_TIMEOUT_S = 90.0
 OWN = {"checkpoint": {"use_node_local_storage": True}}
-SEARCH_PATH = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-}
 
 
 class Machines:
@@ -134,7 +132,7 @@ class Machines:
     def _environment(self, number: int, port: str) -> dict[str, str]:
         """Return the variables of a machine, as slurm_nodes.sh and Slurm set them."""
         count = len(self.folders)
-        environment = program_environment() | SEARCH_PATH
+        environment = program_environment() | importing_tests()
         return environment | {
             "PATH": os.pathsep.join([str(self.programs), environment["PATH"]]),
             "MASTER_ADDR": "127.0.0.1",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from .programs import REPOSITORY, alone, armed_lines, losses, run
+from .programs import REPOSITORY, alone, armed_lines, importing_tests, losses, run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
@@ -36,11 +35,10 @@ def test_enums_dtypes_paths_and_floats_from_python_are_read_as_json_is(tmp_path:
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     done = run(
         [str(PROGRAM), str(path)],
         cwd=tmp_path,
-        environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))} | alone(),
+        environment=importing_tests() | alone(),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     found = losses(done.stdout)

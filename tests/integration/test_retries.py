@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.support.ranks import RANKS
 
-from .programs import BLOCK, REPOSITORY, SAVING, alone, retried_config, run
+from .programs import BLOCK, REPOSITORY, SAVING, alone, importing_tests, retried_config, run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -34,11 +33,10 @@ def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
 ) -> None:
     """The numbers are those of a run in which nothing failed, and every slot has come back."""
     path = retried_config(tmp_path, BLOCK | more)
-    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     done = run(
         [str(PROGRAM), str(path), "--every", str(every)],
         cwd=tmp_path,
-        environment={"PYTHONPATH": search_path} | alone(),
+        environment=importing_tests() | alone(),
     )
     assert done.returncode == 0, done.stdout[-4000:]
     found = [json.loads(line) for line in re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)]
@@ -56,11 +54,10 @@ def test_engine_calls_inside_a_running_backward_give_the_gradients_of_torch(
 ) -> None:
     """They were dropped, as those of a pass that an error has left."""
     (tmp_path / "drive").mkdir()
-    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     done = run(
         [RANKS, str(world), str(NESTED), str(tmp_path / "drive")],
         cwd=tmp_path,
-        environment={"PYTHONPATH": search_path},
+        environment=importing_tests(),
     )
     (line,) = re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE) or [""]
     assert line, done.stdout[-4000:]

@@ -18,7 +18,7 @@ import pytest
 from tests.support.ports import free_port
 
 from . import kill_runs
-from .programs import REPOSITORY
+from .programs import REPOSITORY, importing_tests
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
@@ -54,15 +54,12 @@ class Job:
         launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1"]
         launcher += ["--no_local_rank", "--master_port", str(free_port())]
         program = [str(PROGRAM), str(config), str(self.checkpoints), "--steps", str(steps), *more]
-        search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
             [sys.executable, *launcher, *program],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={"DS_ACCELERATOR": "cpu"}
-            | os.environ
-            | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+            env={"DS_ACCELERATOR": "cpu"} | os.environ | importing_tests(),
             start_new_session=True,
         )
         self._lines: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from memascend.base.units import MIB
 
-from .programs import REPOSITORY, alone, run
+from .programs import REPOSITORY, alone, importing_tests, run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -28,11 +27,10 @@ def test_destroyed_engines_leave_no_memory_drive_space_descriptors_or_threads(
 ) -> None:
     """Each left 256 MiB of drive, three descriptors and a thread: DeepSpeed keeps every module."""
     (tmp_path / "drive").mkdir()
-    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     done = run(
         [str(PROGRAM), str(tmp_path / "drive")],
         cwd=tmp_path,
-        environment={"PYTHONPATH": search_path} | alone(),
+        environment=importing_tests() | alone(),
     )
     (line,) = re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE) or [""]
     assert line, done.stdout[-4000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.ranks import RANKS
 
-from .programs import BLOCK, REPOSITORY, run, training_config
+from .programs import BLOCK, REPOSITORY, importing_tests, run, training_config
 
 pytestmark = pytest.mark.deepspeed
 
@@ -32,7 +31,6 @@ def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
     drive.mkdir()
     path = tmp_path / "config.json"
     path.write_text(json.dumps(training_config(drive, BLOCK | {"verify": verify}, WORLD)))
-    search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     began = time.monotonic()
     done = run(
         [
@@ -42,7 +40,7 @@ def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
             *(["--checkpoint", str(checkpoint)] if saves else []),
         ],
         cwd=tmp_path,
-        environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+        environment=importing_tests(),
     )
     assert done.returncode != 0
     assert time.monotonic() - began < END_TIMEOUT_S

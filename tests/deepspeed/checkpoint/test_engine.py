@@ -19,7 +19,15 @@ from typing import Any
 
 import pytest
 
-from tests.integration.programs import BLOCK, REPOSITORY, alone, losses, run, training_config
+from tests.integration.programs import (
+    BLOCK,
+    REPOSITORY,
+    alone,
+    importing_tests,
+    losses,
+    run,
+    training_config,
+)
 from tests.support.ranks import RANKS
 
 pytestmark = pytest.mark.deepspeed
@@ -53,12 +61,10 @@ class Runs:
         self, action: str, *more: str, checkpoint: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(self._config), str(self.drive), str(checkpoint or self.checkpoint)]
-        search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         return run(
             [*([RANKS, "2"] if self.world == 2 else ()), str(PROGRAM), *paths, action, *more],
             cwd=self.folder,
-            environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
-            | (alone() if self.world == 1 else {}),
+            environment=importing_tests() | (alone() if self.world == 1 else {}),
         )
 
 

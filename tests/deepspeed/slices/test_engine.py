@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.integration.programs import REPOSITORY, alone, run
+from tests.integration.programs import REPOSITORY, alone, importing_tests, run
 from tests.support.ranks import RANKS
 
 pytestmark = pytest.mark.deepspeed
@@ -34,12 +33,11 @@ def test_gradients_of_disturbed_passes_are_those_of_torch(
     tmp_path: Path, world: int, options: list[str]
 ) -> None:
     (tmp_path / "drive").mkdir()
-    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     launcher = [RANKS, str(world)] if world > 1 else []
     done = run(
         [*launcher, str(PROGRAM), str(tmp_path / "drive"), *options],
         cwd=tmp_path,
-        environment={"PYTHONPATH": search_path} | (alone() if world == 1 else {}),
+        environment=importing_tests() | (alone() if world == 1 else {}),
     )
     assert done.returncode == 0, done.stdout[-4000:]
     (found,) = re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
