@@ -2,7 +2,7 @@
 
 Usage: slices_program.py DEEPSPEED_JSON OUTPUT_FOLDER ROWS ACCUMULATION [WAY ...]
 
-ROWS is the size of a batch on the device. For each way the master weights are saved as
+ROWS is the size of a batch on a rank's device. For each way the master weights are saved as
 OUTPUT_FOLDER/WAY.pt; the last line of output, JSON, has the log of each way. Lines that begin with
 "WAY " tell whose output follows.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -25,53 +26,26 @@ import transformers
 import trl
 from deepspeed.utils import safe_get_full_fp32_param
 
+from tests.integration.slices_models import (
+    COLUMNS,
+    ROWS,
+    Classes,
+    Rows,
+    adapted,
+    adapters,
+    classifier,
+    language_model,
+    mixture,
+    to_longest,
+)
+from tests.support.process_group import leave, say
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ROWS, COLUMNS, VOCABULARY = 24, 16, 512
 STEPS = 3
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-    "pad_token_id": 0,
-}
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TIMED = ("runtime", "per_second", "flos", "memascend_")
 
 Found = dict[str, Any]
-
-
-class Rows(torch.utils.data.Dataset):
-    """Random token rows of equal length, the same in every run; every second one is padded."""
-
-    def __init__(self, count: int = ROWS, *, seed: int = 7, padded: bool = True) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._ids = torch.randint(1, VOCABULARY, (count, COLUMNS), generator=generator)
-        self._lengths = torch.randint(3, COLUMNS + 1, (count,), generator=generator)
-        if not padded:
-            self._lengths[:] = COLUMNS
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        mask = (torch.arange(COLUMNS) < self._lengths[index]).long()
-        ids = self._ids[index] * mask
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "labels": ids.masked_fill(mask == 0, -100),
-        }
-
-
-class Classes(Rows):
-    """Likewise, in one of two classes."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = super().__getitem__(index)
-        return row | {"labels": row["input_ids"][0] % 2}
 
 
 class Ways:
@@ -98,11 +72,19 @@ class Ways:
         """Train a model whose head is its embedding."""
         return self._train("tied", model=lambda: language_model(tie_word_embeddings=True))
 
+    def dropout(self) -> Found:
+        """Train with random numbers in each layer."""
+        return self._train("dropout", model=lambda: language_model(attention_dropout=0.1))
+
+    def padded_to_longest(self) -> Found:
+        """Train on batches that are padded to the longest of their rows."""
+        return self._train("padded_to_longest", data_collator=to_longest)
+
     def short_last_batch(self) -> Found:
         """Train two epochs whose last batch is short."""
         return self._train(
             "short_last_batch",
-            train_dataset=Rows(20),
+            train_dataset=Rows(20 * WORLD),
             max_steps=-1,
             num_train_epochs=2,
             learning_rate=1e-4,
@@ -283,11 +265,11 @@ class Ways:
     ) -> transformers.Trainer:
         # That of the way before, which a Trainer would continue with.
         accelerate.state.AcceleratorState._reset_state()
-        names = ("callbacks", "eval_dataset", "train_dataset")
+        names = ("callbacks", "data_collator", "eval_dataset", "train_dataset")
         given = {key: changes.pop(key) for key in names if key in changes}
         # Before the model, so that transformers builds it under zero.Init.
         arguments = transformers.TrainingArguments(**self._settings(name) | changes)
-        given.setdefault("train_dataset", Rows())
+        given.setdefault("train_dataset", Rows(ROWS * WORLD))
         return trainer_class(model=(model or language_model)(), args=arguments, **given)
 
     def _sft(self, name: str, **changes: Any) -> Found:
@@ -380,7 +362,8 @@ class Ways:
             for key, param in model.named_parameters()
             if param.requires_grad
         }
-        torch.save(weights, self._folder / f"{name}.pt")
+        if RANK == 0:
+            torch.save(weights, self._folder / f"{name}.pt")
 
 
 class WithAccuracy(transformers.Trainer):
@@ -431,58 +414,18 @@ class WithLogitLoss(transformers.Trainer):
         )
 
 
-def language_model(**changes: Any) -> Any:
-    """Return a small decoder with random weights, always the same."""
-    transformers.set_seed(11)
-    shape = transformers.LlamaConfig(**SHAPE | changes)
-    return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-
-
-def classifier(*, accepts_loss_kwargs: bool = True) -> Any:
-    """Return a decoder with a head of two classes, which is made outside zero.Init.
-
-    Its loss is given no number of items. If it `accepts_loss_kwargs`, as its signature says, the
-    Trainer believes that it is, and does not divide the loss by the micro-steps of a step.
-    """
-    transformers.set_seed(11)
-    shape = transformers.LlamaConfig(**SHAPE | {"pad_token_id": None}, num_labels=2)
-    model = transformers.LlamaForSequenceClassification(shape)
-    # Not before: a partitioned embedding has no row to be made zero.
-    model.config.pad_token_id = 0
-    model.accepts_loss_kwargs = accepts_loss_kwargs
-    return model
-
-
-def mixture() -> Any:
-    """Return a small mixture of experts, whose router loss has the weight of Mixtral 8x7B."""
-    transformers.set_seed(11)
-    shape = transformers.MixtralConfig(
-        **SHAPE, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.02
-    )
-    return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-
-
-def adapted() -> Any:
-    """Return a decoder with adapters."""
-    return peft.get_peft_model(language_model(), adapters())
-
-
-def adapters() -> peft.LoraConfig:
-    """Return the description of some whose second matrices are not zero."""
-    return peft.LoraConfig(
-        r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-
-
 def main() -> None:
     config, folder, rows, accumulation, *names = sys.argv[1:]
     ways = Ways(Path(config), Path(folder), int(rows), int(accumulation))
     results = {}
     for name in names:
-        print(f"WAY {name}", flush=True)
+        if RANK == 0:
+            say(f"WAY {name}")
         results[name] = getattr(ways, name)()
         gc.collect()
-    print("RESULT " + json.dumps(results), flush=True)
+    if RANK == 0:
+        say("RESULT " + json.dumps(results))
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from .programs import BLOCK, alone, armed_lines, needs_entry_point, run, trainer_config
+from tests.support.ranks import RANKS
+
+from .programs import (
+    BLOCK,
+    alone,
+    armed_lines,
+    importing_tests,
+    needs_entry_point,
+    run,
+    trainer_config,
+)
 
 pytestmark = [pytest.mark.deepspeed, needs_entry_point]
 
 PROGRAM = Path(__file__).with_name("slices_program.py")
 ROWS, COUNT = 2, 4  # of a slice, and of slices
+OF_ROWS = {"sequences": ROWS}
 BITS = (
     *("nonreentrant", "reentrant", "short_last_batch", "evaluation", "lora", "lora_reentrant"),
     *("accelerate_loop", "accuracy_in_training", "classification_of_mean_loss"),
@@ -34,8 +45,8 @@ BETWEEN = {
 SAVED = ("resumed", "uninterrupted")
 #: Means over the padded rows of a batch, and losses of its routers.
 OF_WHOLE_BATCH = ("accelerate_loop_of_padded_rows", "router_loss", "sft_experts")
-#: Those whose gradients are added up in another order.
-OTHER_ORDER = ("dpo", "tied", "sft_packed")
+#: Those whose gradients are added up in another order, or rounded otherwise.
+OTHER_ORDER = ("dpo", "tied", "sft_packed", "dropout", "padded_to_longest")
 #: What is left whole in each of the others, by the words of the log.
 CLOSE: dict[str, tuple[str, ...]] = {
     "tied": (),
@@ -67,21 +78,28 @@ class Trained:
 
 
 def train(
-    folder: Path, names: tuple[str, ...], *, slices: bool, head: bool = True, count: int = COUNT
+    folder: Path,
+    names: tuple[str, ...],
+    *,
+    slices: bool,
+    micro_steps: int = COUNT,
+    world: int = 1,
+    section: dict[str, Any] = OF_ROWS,
 ) -> Trained:
-    """Run some ways, in slices of `ROWS`, or on CPU offload in `count` micro-steps."""
+    """Run some ways, in slices, or on CPU offload in `micro_steps`."""
     folder.mkdir()
     config = folder / "config.json"
-    section = {"sequences": ROWS, "head": head}
     block = BLOCK | {"micro_batches": section} if slices else None
     device = "nvme" if slices else "cpu"
     config.write_text(json.dumps(trainer_config(folder, device=device, block=block)))
-    accumulation = 1 if slices else count
+    accumulation = 1 if slices else micro_steps
     rows = ROWS * COUNT // accumulation
+    launcher = [RANKS, str(world)] if world > 1 else []
+    arguments = [str(config), str(folder / "out"), str(rows), str(accumulation), *names]
     done = run(
-        [str(PROGRAM), str(config), str(folder / "out"), str(rows), str(accumulation), *names],
+        [*launcher, str(PROGRAM), *arguments],
         cwd=folder,
-        environment={"OMP_NUM_THREADS": "1"} | alone(),
+        environment={"OMP_NUM_THREADS": "1"} | importing_tests() | (alone() if world == 1 else {}),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     assert bool(armed_lines(done.stdout)) == slices
@@ -141,14 +159,14 @@ def test_a_loss_of_logits_ends_in_an_error_that_names_the_setting(tmp_path: Path
         train(tmp_path / "drive", ("loss_of_logits",), slices=True)
     name = "loss_of_logits"
     expected = train(tmp_path / "cpu", (name,), slices=False)
-    found = train(tmp_path / "head", (name,), slices=True, head=False)
+    found = train(tmp_path / "head", (name,), slices=True, section=OF_ROWS | {"head": False})
     assert found.losses(name) == pytest.approx(expected.losses(name), rel=LOSSES_REL)
 
 
 @pytest.mark.full
 def test_a_loss_that_is_no_sum_over_rows_is_that_of_the_whole_batch(tmp_path: Path) -> None:
     """Accumulation has another loss: the mean, or the sum, of those of micro-steps."""
-    expected = train(tmp_path / "cpu", OF_WHOLE_BATCH, slices=False, count=1)
+    expected = train(tmp_path / "cpu", OF_WHOLE_BATCH, slices=False, micro_steps=1)
     found = train(tmp_path / "drive", OF_WHOLE_BATCH, slices=True)
     for name in OF_WHOLE_BATCH:
         worst = difference(found.weights[name], expected.weights[name])
@@ -169,19 +187,46 @@ def test_a_run_in_slices_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> No
 
 
 @pytest.mark.full
+def test_a_run_whose_slices_are_chosen_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """On the CPU slices of one sequence are chosen, in the first pass as in later ones."""
+    found = train(tmp_path / "drive", SAVED, slices=True, section={})
+    assert unequal(found.weights["resumed"], found.weights["uninterrupted"]) == []
+    assert found.losses("resumed") == found.losses("uninterrupted")
+    assert found.whole == {}
+
+
+@pytest.mark.full
 def test_sums_in_another_order_change_as_little_as_other_micro_steps(tmp_path: Path) -> None:
     """TRL's DPOTrainer has all chosen rows of a batch first: no micro-step has those of a slice.
 
     The gradient of a tied head is summed over slices first, packed slices end at other documents.
     """
     expected = train(tmp_path / "cpu", OTHER_ORDER, slices=False)
-    fewer = train(tmp_path / "fewer", OTHER_ORDER, slices=False, count=COUNT // 2)
+    fewer = train(tmp_path / "fewer", OTHER_ORDER, slices=False, micro_steps=COUNT // 2)
     found = train(tmp_path / "drive", OTHER_ORDER, slices=True)
     for name in OTHER_ORDER:
         between = difference(fewer.weights[name], expected.weights[name])
         of_slices = difference(found.weights[name], expected.weights[name])
         print(f"{name}: 4 micro-steps and 2: {between:.1e}, and slices: {of_slices:.1e}")
         assert 0.0 < of_slices <= 2 * between, name
+
+
+@pytest.mark.full
+def test_two_ranks_differ_as_little_as_other_micro_steps(tmp_path: Path) -> None:
+    """Their gradients are reduced once, and accelerate fills a short last batch up.
+
+    Of eight rows each rank has two micro-steps, or the first rank all, in one pass.
+    """
+    names = ("nonreentrant", "short_last_batch")
+    expected = train(tmp_path / "cpu", names, slices=False, world=2)
+    fewer = train(tmp_path / "fewer", names, slices=False, world=2, micro_steps=COUNT // 2)
+    found = train(tmp_path / "drive", names, slices=True, world=2)
+    for name in names:
+        between = difference(fewer.weights[name], expected.weights[name])
+        of_slices = difference(found.weights[name], expected.weights[name])
+        print(f"{name}: 4 micro-steps and 2: {between:.1e}, and slices: {of_slices:.1e}")
+        assert 0.0 < of_slices <= (2 * between if name == "nonreentrant" else WEIGHTS_REL), name
+    assert found.whole == {}
 
 
 @pytest.mark.full
