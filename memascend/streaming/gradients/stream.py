@@ -285,9 +285,9 @@ class GradientStream:
         """Store a part of the shard at `offset` that a tile was given and did not use."""
         shard, found = self._shards[group][offset], (begin, part.numel())
         if shard.seen is not None and found in shard.bypassed:  # the whole shard arrived
-            shard.bypassed.remove(found)
             offset_bytes = (begin - offset) * part.element_size()
             self._slots.write(key=shard.seen.key, source=part, offset_bytes=offset_bytes)
+            shard.bypassed.remove(found)  # behind the write: Ctrl-C in it leaves the part missing
 
     @guarded
     def discard(self) -> None:

@@ -75,3 +75,24 @@ def test_the_next_window_has_nothing_of_what_went_to_tiles(arrived: torch.dtype 
     found = torch.empty(NUMEL)
     gradient_stream.get(GROUP, 0, found)
     assert torch.equal(found, narrow(1) + narrow(2))
+
+
+def test_a_part_is_missing_until_it_is_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the write must not leave old bytes of the drive for the gradient."""
+    gradient_stream, *_ = open_gradient_stream()
+    block = torch.empty(NUMEL)
+    bypass = DriveBypass(0, NUMEL, lambda begin, count: block.narrow(0, begin, count))
+    shard = gradient_stream.put(GROUP, 0, narrow(0), bypass=bypass)
+    (begin, count), *_ = missing = sorted(shard.bypassed)
+    part = block.narrow(0, begin, count)
+
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gradient_stream._slots, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gradient_stream.put_back(GROUP, 0, begin, part)
+    assert sorted(shard.bypassed) == missing
+    gradient_stream.put_back(GROUP, 0, begin, part)
+    assert sorted(shard.bypassed) == missing[1:]
