@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from memascend.cli import doctor
+from memascend.config.volumes import VolumeConfig
 
 #: DeepSpeed's async_io needs these to compile; the flags are those of its builder.
 ASYNC_IO_SOURCE = "#include <libaio.h>\n#include <cuda_runtime.h>\nint main() { return 0; }\n"
@@ -103,7 +104,8 @@ def circumstances(directory: Path) -> dict[str, str]:
     These are the findings of `memascend doctor` (io_uring, page lock, libaio, ...) and the tools of
     CUDA; `kernel_counts.lacks` has those of the kernel's counts.
     """
-    found = {check.name: check.found for check in doctor.examine(directory) if check.state != "ok"}
+    checks = doctor.examine([VolumeConfig(path=str(directory))])
+    found = {check.name: check.found for check in checks if check.state != "ok"}
     for tool in ("nvcc", "nvidia-smi"):
         found[tool] = "" if shutil.which(tool) else "not on PATH"
     return {name: reason for name, reason in found.items() if reason}

@@ -28,7 +28,7 @@ from memascend.cli.main import main as run_memascend
 from memascend.cli.plan_answer import HOST, RATED_BYTES, TERABYTE, WEAR_STEPS
 from memascend.config.block import ActivationConfig, MemAscendConfig
 from memascend.config.deepspeed import ZeroOptimization
-from memascend.config.messages import rules_of
+from memascend.config.messages import ABSENT, rules_of
 from memascend.plan import context, derive, drive_rates, knobs, layers, stock
 from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
 from memascend.plan.layers import FP32_BYTES
@@ -43,8 +43,6 @@ GPU_TFLOPS = 50
 OPERATIONS = 8
 #: README's GPU, batch and slice: sequences of 4096 tokens.
 GPU_GIB, BATCH, SLICE = 24, 32, 2
-#: Keys without which there is no such thing; others are chosen at the start.
-ABSENT = {"report", "micro_batches", "endurance", "write_budget"}
 KINDS = {int: "integer", float: "number", str: "text", bool: "true, false"}
 UNITS = ((1 << 60, "EiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

@@ -42,11 +42,12 @@ def read_json_object(path: Path, name: str = "") -> dict[str, Any]:
     name = f"{name} {path}".lstrip()
     try:
         text = path.read_bytes()
-        if not text.strip():
-            raise ConfigError(f"{name} is empty: the program that should have written it failed")
-        content = parse_json(text)
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+    if not text.strip():
+        raise ConfigError(f"{name} is empty: the program that should have written it failed")
+    try:
+        content = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{name} is not JSON: {error}") from error
     if not isinstance(content, dict):

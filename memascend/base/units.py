@@ -47,6 +47,8 @@ def parse_nbytes(value: int | str) -> int:
         return value
     match = _PATTERN.fullmatch(value.strip())
     factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if value.strip().startswith("-"):
+        raise ConfigError(f"a byte count cannot be negative: {value[:40]!r}")
     if match is None or factor is None:
         raise ConfigError(
             f"not a byte count: {value[:40]!r}. Write a number of bytes, or a number with one of "

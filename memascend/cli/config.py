@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from memascend.base.units import GIB, format_nbytes
+from memascend.cli.arguments import folder, whole_number
 from memascend.cli.plan_accounts import AUTO_SIZES
-from memascend.cli.plan_context import whole_number
+from memascend.config.block import SLICE_COUNT_MAX
 from memascend.errors import ConfigError
 from memascend.plan.context import HOST_RESERVE_BYTES
 from memascend.system.gpus import list_gpus
@@ -41,7 +43,7 @@ def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--nvme-path",
-        type=Path,
+        type=folder,
         required=True,
         help=f"an existing folder on the drive; {JOB_FOLDER}: one that a job of deploy/ makes on "
         "each node, with half of the node's memory",
@@ -58,7 +60,7 @@ def config_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--one-pass",
-        type=whole_number,
+        type=partial(whole_number, most=SLICE_COUNT_MAX),
         metavar="SEQUENCES",
         help="compute a large batch in slices of so many sequences: a third of the GPU's memory "
         "keeps their checkpoints, the drive the others (needs gradient checkpointing)",

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from memascend.base.json_text import read_json_object
-from memascend.cli.plan_accounts import volume_paths_of
+from memascend.cli.plan_accounts import volumes_of
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
+from memascend.config.volumes import VolumeConfig
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
 from memascend.plan.muon import advise_muon
@@ -44,12 +45,11 @@ def check_file(path: Path) -> tuple[str, str, str]:
     return "ok", f"{path}: no setting is refused", ""
 
 
-def folder_of(path: Path) -> Path | None:
-    """Return the first folder on a drive that a JSON names; None without one."""
+def volumes_in(path: Path) -> tuple[VolumeConfig, ...]:
+    """Return the volumes that a JSON names; none if the file is wrong, or memascend is off."""
     with contextlib.suppress(ConfigError):
         ds_config = read_json_object(path)
         block = active_config(ds_config)
         if block is not None:
-            paths = map(Path, volume_paths_of(parse_deepspeed(ds_config), block))
-            return next((one for one in paths if not one.is_block_device()), None)
-    return None
+            return volumes_of(parse_deepspeed(ds_config), block)
+    return ()

@@ -21,14 +21,16 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
+from memascend.cli.arguments import folder
 from memascend.cli.check import Check, print_findings
-from memascend.cli.config_check import check_file, folder_of
+from memascend.cli.config_check import check_file, volumes_in
 from memascend.cli.doctor_packages import (
     TOOLKIT_FIX,
     check_deepspeed,
@@ -39,6 +41,8 @@ from memascend.cli.doctor_packages import (
 from memascend.cli.plan_time import describe_rates, measured_rates
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
 from memascend.config.installed import HOST_BUILDERS, is_able
+from memascend.config.volumes import VolumeConfig
+from memascend.errors import StoreError
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.plan.drive_rates import DriveRates
 from memascend.system.heap import examine_heap
@@ -54,6 +58,7 @@ from memascend.system.mounts import (
 )
 
 TRIAL_BYTES = MIB
+CORE_FIX = "pip install --force-reinstall memascend, or make environment in a checkout"
 FREE_BYTES_COMFORTABLE = 20 * GIB
 
 _IO_URING_SETUP = 425  # the same number on every architecture that Linux has added it to
@@ -69,8 +74,8 @@ def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument(
         "--path",
-        type=Path,
-        help="folder on the drive to offload to (default: that of --config, else .)",
+        type=folder,
+        help="folder on the drive to offload to (default: those of --config, else .)",
     )
     parser.add_argument("--config", type=Path, help="a DeepSpeed JSON to check as well")
     parser.set_defaults(run=doctor_command)
@@ -79,7 +84,10 @@ def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def doctor_command(args: argparse.Namespace) -> int:
     """Run every check, print them, and return the exit status."""
     checks = [Check("config", *check_file(args.config))] if args.config else []
-    checks += examine(args.path or (args.config and folder_of(args.config)) or Path())
+    volumes = volumes_in(args.config) if args.config else ()
+    if args.path or not volumes:
+        volumes = (VolumeConfig(path=str(args.path or ".")),)
+    checks += examine(volumes)
     is_healthy = all(check.state != "problem" for check in checks)
     if args.json:
         found = {"healthy": is_healthy, "checks": [asdict(check) for check in checks]}
@@ -89,8 +97,8 @@ def doctor_command(args: argparse.Namespace) -> int:
     return 0 if is_healthy else 1
 
 
-def examine(path: Path) -> list[Check]:
-    """Run every check; the last one writes to `path`."""
+def examine(volumes: Sequence[VolumeConfig]) -> list[Check]:
+    """Run every check; the last ones write to each folder of the volumes."""
     checks = [
         _system(),
         check_torch(),
@@ -107,10 +115,34 @@ def examine(path: Path) -> list[Check]:
         _libaio(),
         _device(),
     ]
-    on_drive = (_free_space, _wear, _rates, _direct_io, _trial)
+    return checks + [check for volume in volumes for check in _examine_volume(volume)]
+
+
+def _examine_volume(volume: VolumeConfig) -> list[Check]:
+    if volume.raw:
+        return [_raw_volume(volume)]
+    path = Path(volume.path)
     if os.path.isdir(path):  # not one that may not be entered
-        return checks + [check(path) for check in on_drive]
-    return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
+        return [check(path) for check in (_free_space, _wear, _rates, _direct_io, _trial)]
+    fix = f"mkdir -p {path}"
+    if os.path.lexists(path) or str(path).startswith("/dev/"):
+        fix = 'name a folder; a device needs "raw": true in memascend.volumes'
+    return [Check("path", "problem", f"{path} is not a folder", fix)]
+
+
+def _raw_volume(volume: VolumeConfig) -> Check:
+    """Open a device as a run does, for this process alone, and read its header."""
+    name = "raw volume"
+    try:
+        from memascend.volumes.device import formatted
+
+        with formatted(volume.path, needed_bytes=volume.capacity or 0) as (device, _):
+            return Check(name, "ok", f"{device.path}: {format_nbytes(device.size_bytes)}")
+    except ImportError as error:
+        return Check(name, "problem", f"the native core cannot be imported: {error}", CORE_FIX)
+    except StoreError as error:
+        found, _, fix = str(error).partition("\nfix: ")
+        return Check(name, "problem", found, fix)
 
 
 def _system() -> Check:
@@ -378,8 +410,7 @@ def _trial(path: Path) -> Check:
     try:
         from memascend import _core
     except ImportError as error:
-        fix = "pip install --force-reinstall memascend, or make environment in a checkout"
-        return Check(name, "problem", f"the native core cannot be imported: {error}", fix)
+        return Check(name, "problem", f"the native core cannot be imported: {error}", CORE_FIX)
     with (
         mmap.mmap(-1, TRIAL_BYTES) as source,
         mmap.mmap(-1, TRIAL_BYTES) as target,

@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan_command_parser(commands)
     volume_command_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if os.environ.get("COLUMNS", "").strip() == "0":  # an unknown width, which rich takes for none
+        del os.environ["COLUMNS"]
     try:
         try:
             status = _run(parser, words)

@@ -24,15 +24,17 @@ from rich.table import Table
 
 from memascend.base.json_text import read_json_object
 from memascend.base.units import GIB, format_nbytes
+from memascend.cli.arguments import folder, whole_number
 from memascend.cli.plan_accounts import (
     DEFAULT_CONFIG,
     PIECES,
     Accounts,
     accounts_of,
     block_of,
-    volume_paths_of,
+    check_run,
+    volumes_of,
 )
-from memascend.cli.plan_answer import answer_of, print_answer, read_machine, training_of
+from memascend.cli.plan_answer import answer_of, print_answer, training_of
 from memascend.cli.plan_context import (
     add_context_options,
     check_context_options,
@@ -40,9 +42,10 @@ from memascend.cli.plan_context import (
     fit_cells,
     is_asked,
     print_context,
+    resolve_batch,
     way_that_fits,
-    whole_number,
 )
+from memascend.cli.plan_machine import read_machine
 from memascend.cli.plan_models import find_model
 from memascend.cli.plan_notes import notes_of, warnings_of
 from memascend.cli.plan_plot import plot
@@ -54,6 +57,7 @@ from memascend.cli.plan_time import (
     time_json,
 )
 from memascend.config.deepspeed import parse_deepspeed
+from memascend.config.volumes import VolumeConfig
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import Footprint
 from memascend.plan.shapes import builtin, builtin_names
@@ -94,7 +98,7 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add_time_options(parser)
     parser.add_argument(
         "--path",
-        type=Path,
+        type=folder,
         help="folder on the drive, for its free space; its rates are measured once for some "
         "seconds, unless they are known or stated (default: the config's, else ., not measured)",
     )
@@ -116,7 +120,6 @@ def plan_command(args: argparse.Namespace) -> int:
         args.usage_error("give either MODEL or --table")
     if args.table and (args.json or args.plot is not None):
         args.usage_error("--json and --plot need MODEL: --table has all built-in models")
-    check_context_options(args)
     if args.world % args.nodes:
         args.usage_error(
             f"--world {args.world} is not a multiple of --nodes {args.nodes}: each machine needs "
@@ -125,8 +128,13 @@ def plan_command(args: argparse.Namespace) -> int:
         )
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
     settings, block = parse_deepspeed(ds_config), block_of(ds_config, args)
-    paths = [str(args.path)] if args.path is not None else volume_paths_of(settings, block)
-    args.drive = rates_of(args, paths)
+    warnings = [] if args.config is None else check_run(ds_config, settings)
+    warnings += resolve_batch(settings, args)
+    check_context_options(args)
+    volumes = volumes_of(settings, block)
+    if args.path is not None:
+        volumes = (VolumeConfig(path=str(args.path)),)
+    args.drive = rates_of(args, [volume.path for volume in volumes])
     account = functools.partial(accounts_of, settings=settings, block=block, args=args)
     if args.table and args.fit:
         _print_cells(fit_cells(lambda shapes: training_of(account(shapes), args), args))
@@ -136,12 +144,12 @@ def plan_command(args: argparse.Namespace) -> int:
         return 0
     accounts = account(find_model(args.model))
     training = training_of(accounts, args) if is_asked(args) else None
-    answer = answer_of(accounts, read_machine(args, paths), args)
-    warnings = warnings_of(accounts, accumulates=training is None)
+    answer = answer_of(accounts, read_machine(args, volumes), args)
+    warnings += warnings_of(accounts, accumulates=training is None)
     if args.json:
-        found = _as_json(accounts, args) | {"answer": answer.as_dict(), "warnings": warnings}
-        found |= {} if training is None else context_json(training, args)
-        print(json.dumps(found, indent=2))
+        shown = _as_json(accounts, args) | {"answer": answer.as_dict(), "warnings": warnings}
+        shown |= {} if training is None else context_json(training, args)
+        print(json.dumps(shown, indent=2))
     else:
         console = Console()
         way = "" if training is None else way_that_fits(training, args)

@@ -10,9 +10,14 @@ from typing import Any
 
 from memascend.cli.plan_sizes import host_bytes_of
 from memascend.cli.plan_time import ranks_of_node
-from memascend.config.block import MemAscendConfig, find_block, parse_block
+from memascend.config.block import MemAscendConfig, active_config, find_block, parse_block
 from memascend.config.deepspeed import DeepSpeedSettings
+from memascend.config.environment import is_disabled
+from memascend.config.limit import KEY as LIMIT_KEY
 from memascend.config.limit import parse_limit
+from memascend.config.volumes import VolumeConfig
+from memascend.deepspeed.attach.refusals import check_config
+from memascend.errors import ConfigError
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.release import check_settings, check_tiles
@@ -59,6 +64,11 @@ class Accounts:
     tuned: StockPlan  # stock with the settings of TUNED, which need the least memory
     four_pieces: StockPlan
     memascend: Plan
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether memascend is turned off."""
+        return is_disabled() or not self.block.enabled
 
     def columns(self) -> dict[str, Footprint]:
         """Return the accounts by title, in the order of display."""
@@ -139,14 +149,31 @@ def block_of(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscen
         if "." in args.limit or args.limit == "1":
             with contextlib.suppress(ValueError):  # "1.5GiB" stays text
                 raw["host_memory_limit"] = float(args.limit)
+        try:
+            parse_limit(raw["host_memory_limit"], available=1)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(LIMIT_KEY, "--limit")) from error
     return parse_block(raw)
 
 
-def volume_paths_of(settings: DeepSpeedSettings, block: MemAscendConfig) -> list[str]:
-    """Return the paths of the volumes that a run would use; empty if the JSON names none."""
+def check_run(ds_config: Mapping[str, Any], settings: DeepSpeedSettings) -> list[str]:
+    """Return a warning if the JSON has no block.
+
+    Raises:
+        ConfigError: A run would refuse the settings.
+    """
+    if active_config(ds_config) is not None:
+        check_config(settings)
+    if is_disabled() or find_block(ds_config) is not None:
+        return []
+    return ['the JSON of --config has no "memascend": {}: a run would use stock DeepSpeed']
+
+
+def volumes_of(settings: DeepSpeedSettings, block: MemAscendConfig) -> tuple[VolumeConfig, ...]:
+    """Return the volumes that a run would use; empty if the JSON names none."""
     zero = settings.zero_optimization
     fallback = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path
-    return [volume.path for volume in block.volumes or ()] or ([fallback] if fallback else [])
+    return block.volumes or ((VolumeConfig(path=fallback),) if fallback else ())
 
 
 def limit_of(block: MemAscendConfig, args: argparse.Namespace) -> int | None:

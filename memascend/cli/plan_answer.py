@@ -8,10 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
-import shutil
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,23 +17,23 @@ from rich.console import Console
 from memascend.base.units import format_nbytes
 from memascend.cli.plan_accounts import Accounts
 from memascend.cli.plan_context import TABLE_CONTEXT, within_host_memory
+from memascend.cli.plan_machine import Machine
 from memascend.cli.plan_one_pass import slice_tokens_of
-from memascend.cli.plan_sizes import device_bytes_of, drive_space_of, existing, host_bytes_of
-from memascend.cli.plan_time import drive_count_of, drive_seconds, least_seconds, ranks_of_node
-from memascend.config.environment import is_disabled
+from memascend.cli.plan_time import drive_seconds, least_seconds, ranks_of_node
 from memascend.errors import ConfigError
 from memascend.plan import muon
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
     OURS_ON_DEVICE,
+    STOCK_CHECKPOINTS,
     ContextPlan,
     DeviceSettings,
     Training,
     widths_of,
     with_activations,
 )
-from memascend.plan.derive import SECOND_MATRICES, Plan, derive
+from memascend.plan.derive import SECOND_MATRICES, Plan, default_limit, derive
 from memascend.plan.fit import Room, fit
 from memascend.plan.footprint import Footprint
 from memascend.plan.knobs import LimitTooSmallError
@@ -46,8 +43,6 @@ from memascend.plan.second_values import (
     model_bytes,
     second_values_bytes,
 )
-from memascend.system.gpus import list_gpus
-from memascend.system.memory import memory_total
 
 GB, BILLION, TERABYTE = 10**9, 10**9, 10**12
 WEAR_STEPS = 1000
@@ -55,17 +50,6 @@ WEAR_STEPS = 1000
 RATED_BYTES = 1200 * TERABYTE
 HOST, DRIVE, GPU = "host memory", "drive space", "GPU memory"
 _LABEL_WIDTH, _WIDTH_MAX = 7, 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One machine; None for an unknown size."""
-
-    memory_bytes: int | None  # host memory, for all its ranks
-    device_bytes: int | None  # device memory of one rank
-    free_bytes: int | None  # free space on the drive
-    place: str  # the folder that was asked for its free space; empty if that is stated
-    drive_count: int  # drives that its ranks write to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,46 +107,15 @@ class Answer:
         return found | dataclasses.asdict(self)
 
 
-def read_machine(args: argparse.Namespace, paths: Sequence[str]) -> Machine:
-    """Return the memory and drive of this machine; sizes that the options state come first.
-
-    `paths` are the folders of the volumes; without any the current folder is asked.
-    """
-    ranks = ranks_of_node(args)
-    host_bytes, device_bytes = host_bytes_of(args), device_bytes_of(args)
-    memory_bytes = None if host_bytes is None else ranks * host_bytes
-    if memory_bytes is None:
-        with contextlib.suppress(ConfigError):
-            memory_bytes = memory_total()
-    if device_bytes is None:
-        device_bytes = min((gpu.memory_bytes for gpu in list_gpus()), default=None)
-    free_bytes, place = drive_space_of(args), ""
-    if args.path is not None and not os.path.isdir(args.path):
-        raise ConfigError(f"--path {args.path} is not a folder")
-    # One folder for each file system.
-    found = [folder for folder in map(existing, paths) if os.path.isdir(folder)]
-    folders = {os.stat(folder).st_dev: folder for folder in found or [os.getcwd()]}
-    if free_bytes is None:
-        free_bytes = sum(shutil.disk_usage(folder).free for folder in folders.values())
-        place = ", ".join(folders.values())
-    return Machine(
-        memory_bytes=memory_bytes,
-        device_bytes=device_bytes,
-        free_bytes=free_bytes,
-        place=place,
-        drive_count=drive_count_of(paths),
-    )
-
-
 def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) -> Answer:
     """Return the answer for one model on one machine."""
     ranks = ranks_of_node(args)
-    plan = _plan_of(accounts, machine, ranks)
+    plan = _within(_plan_of(accounts, machine, ranks), accounts, machine, ranks)
     steps = plan.request.gradient_accumulation_steps
     have = {HOST: machine.memory_bytes, DRIVE: machine.free_bytes}
     on_device: dict[str, int] = {}
     sequences, length, activation_bytes = 0, args.context or TABLE_CONTEXT, 0
-    is_largest = args.context is None and not accounts.settings.micro_batch(args.world)
+    is_largest = _is_largest(args)
     why_no_gpu = "" if machine.device_bytes else "no GPU counted (--device-memory 24GiB counts one)"
     try:
         # An update of Muon that is made beside activations.
@@ -180,7 +133,7 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
     counted: Footprint = with_activations(plan, activation_bytes, steps)
     seconds = least_seconds(plan, args, activation_bytes=activation_bytes)
     host_bytes = plan.peak_bytes + sum(plan.not_ours.values())
-    if is_disabled() or not accounts.block.enabled:
+    if accounts.is_stock:
         counted, host_bytes = accounts.stock, accounts.stock.peak_bytes
         seconds = drive_seconds(counted, args)
     needed = {
@@ -194,7 +147,7 @@ def answer_of(accounts: Accounts, machine: Machine, args: argparse.Namespace) ->
         available={name: nbytes for name, nbytes in have.items() if nbytes is not None},
         place=machine.place,
         drive_bytes=needed[DRIVE],
-        second_bytes=_second_bytes(plan, machine, ranks),
+        second_bytes=0 if accounts.is_stock else _second_bytes(plan, machine, ranks),
         checkpoint_bytes=ranks
         * checkpoint_bytes(plan, is_portable=accounts.block.checkpoint.portable)
         * bool(plan.trained_numel),
@@ -228,6 +181,22 @@ def _plan_of(accounts: Accounts, machine: Machine, ranks: int) -> Plan:
     return derive(accounts.shapes, request=request, limit_bytes=plan.limit_bytes)
 
 
+def _within(plan: Plan, accounts: Accounts, machine: Machine, ranks: int) -> Plan:
+    """Return the plan, in half of the memory if it is larger: a run without a limit does so."""
+    if plan.limit_bytes is not None or machine.memory_bytes is None:
+        return plan
+    limit_bytes = default_limit(plan.host_bytes, available=machine.memory_bytes // ranks)
+    if limit_bytes < plan.host_bytes:
+        with contextlib.suppress(LimitTooSmallError):
+            return derive(accounts.shapes, request=plan.request, limit_bytes=limit_bytes)
+    return plan
+
+
+def _is_largest(args: argparse.Namespace) -> bool:
+    """Return whether the answer is for the largest batch that fits: nothing states one."""
+    return args.context is None and not args.has_batch
+
+
 def _second_bytes(plan: Plan, machine: Machine, ranks: int) -> int:
     if not plan.request.tries_during_backward:
         return 0
@@ -244,23 +213,21 @@ def _micro_step(
 ) -> tuple[int, ContextPlan]:
     """Return the sequences of a micro-step, and its memory.
 
-    Without --context it is that of the JSON, else the largest batch that fits, of a common length;
-    0 if none is known to.
+    It is --batch, or that of the JSON, else the largest that fits, of a common length; 0 if none is
+    known to.
     Checkpoints stay on the device unless the block has activations on the drive. With the section
     `micro_batches` layers compute slices; if it states no number, of one sequence each.
     """
     training = training_of(accounts, args)
     way = OURS_CHECKPOINTS if accounts.block.activations.enabled else OURS_ON_DEVICE
+    way = STOCK_CHECKPOINTS if accounts.is_stock else way
     count, length = args.batch, args.context or TABLE_CONTEXT
-    is_sliced = training.micro_batches is not None
+    is_sliced = training.micro_batches is not None and not accounts.is_stock
     tokens_of = slice_tokens_of(training, context=length) if is_sliced else None
-    if args.context is None:
-        count = accounts.settings.micro_batch(args.world)
-        if not count and device_bytes is not None:
-            room = Room(device_bytes=device_bytes)
-            count = fit(
-                training, way, room=room, unit_tokens=length, slice_tokens_of=tokens_of
-            ).count
+    if _is_largest(args):
+        room = Room(device_bytes=device_bytes or 0)
+        found = fit(training, way, room=room, unit_tokens=length, slice_tokens_of=tokens_of)
+        count = 0 if device_bytes is None else found.count
     sequences = max(1, count)
     return count, training.plan(
         way,

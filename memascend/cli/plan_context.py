@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes, page_down
+from memascend.cli.arguments import size, whole_number
 from memascend.cli.plan_accounts import DEFAULT_NOTE
 from memascend.cli.plan_one_pass import (
     ONE_PASS,
@@ -29,6 +30,7 @@ from memascend.cli.plan_one_pass import (
 )
 from memascend.cli.plan_sizes import device_bytes_of, host_bytes_of
 from memascend.cli.plan_time import drive_seconds, ranks_of_node, rate_notes
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
     OURS_CHECKPOINTS,
@@ -72,9 +74,8 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch",
         type=whole_number,
-        default=1,
         metavar="N",
-        help="sequences per rank and micro-step (default: 1)",
+        help="sequences per rank and micro-step (default: of --config, else 1)",
     )
     group.add_argument(
         "--micro-batches",
@@ -83,11 +84,12 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
         help="slices of a batch that is computed in one pass (default: of the config's block, else "
         "the fewest that fit --device-memory)",
     )
-    group.add_argument("--device-memory", metavar="SIZE", help='of one rank, such as "24GiB"')
-    group.add_argument("--host-memory", metavar="SIZE", help="of one rank, with Python and torch")
-    group.add_argument(
-        "--drive-space", metavar="SIZE", help='free on the drives of one machine, such as "1.8TB"'
-    )
+    for option, help_text in (
+        ("--device-memory", 'of one rank, such as "24GiB"'),
+        ("--host-memory", "of one rank, with Python and torch"),
+        ("--drive-space", 'free on the drives of one machine, such as "1.8TB"'),
+    ):
+        group.add_argument(option, type=size, metavar="SIZE", help=help_text)
     group.add_argument(
         "--fused-loss", action="store_true", help="logits are computed in chunks (Liger, TRL)"
     )
@@ -101,6 +103,20 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def resolve_batch(settings: DeepSpeedSettings, args: argparse.Namespace) -> list[str]:
+    """Complete --batch from the JSON; return a warning if both state it, and differ.
+
+    `has_batch` tells whether either does: else a context is planned for one sequence.
+    """
+    stated, given = settings.micro_batch(args.world), args.batch
+    if given is not None and not is_asked(args):
+        args.usage_error("--batch needs --context or --fit")
+    args.batch, args.has_batch = given or stated or 1, bool(given or stated)
+    if not (given and stated) or given == stated:
+        return []
+    return [f"--batch {given} is counted; the micro-batch of --config is {stated}"]
+
+
 def check_context_options(args: argparse.Namespace) -> None:
     """Refuse combinations of options that make no sense, as a usage error."""
     if args.fit and not args.table and args.device_memory is None:
@@ -111,19 +127,9 @@ def check_context_options(args: argparse.Namespace) -> None:
         args.usage_error("--compute cannot be combined with --table, or with --fit alone")
     if args.micro_batches is not None and args.table:
         args.usage_error("--micro-batches needs MODEL, and cannot be combined with --table")
-    given = {
-        "--batch": args.batch != 1,
-        "--micro-batches": args.micro_batches is not None,
-    }
-    if args.table and not args.fit:
-        counted = {
-            "--device-memory": args.device_memory is not None,
-            "--host-memory": args.host_memory is not None,
-            "--drive-space": args.drive_space is not None,
-            "--fused-loss": args.fused_loss,
-            "--tiled-mlp": args.tiled_mlp,
-        }
-        given |= counted
+    given = {"--micro-batches": args.micro_batches is not None}
+    if args.table:
+        _check_table_options(args)
     for option, is_given in given.items():
         if is_given and not is_asked(args):
             args.usage_error(f"{option} needs --context or --fit")
@@ -134,6 +140,18 @@ def check_context_options(args: argparse.Namespace) -> None:
             f"--micro-batches {args.micro_batches} is more than --batch {args.batch}: a slice has "
             f"at least one sequence. At most --micro-batches {args.batch}"
         )
+
+
+def _check_table_options(args: argparse.Namespace) -> None:
+    """Refuse options that have no effect on the tables."""
+    rates = ("drive_read", "drive_write", "drive_mixed")
+    given = dict.fromkeys(("path", "drive_space", "verbose", *rates), "MODEL")
+    if not args.fit:
+        sizes = ("device_memory", "host_memory", "fused_loss", "tiled_mlp")
+        given |= dict.fromkeys(sizes, "--context or --fit")
+    for name, needed in given.items():
+        if getattr(args, name) not in (None, False):
+            args.usage_error(f"--{name.replace('_', '-')} needs {needed}")
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -224,19 +242,6 @@ def fit_cells(training_of_model: Callable[[ModelShapes], Training], args: Any) -
             cells = [_cell(training, way, room, args.batch, context) for way in TABLE_WAYS]
             table.append([TABLE_MODEL, *sizes, *cells])
     return table
-
-
-def whole_number(text: str) -> int:
-    """Return a count from the command line."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not 1 <= number <= TOKENS_MAX:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 1 to {TOKENS_MAX}, got {text[:40]}"
-        )
-    return number
 
 
 # -- computing -------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ _AUTO_CLASSES = (
 )
 #: An owner and a model, as on the Hub.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+#: Names of architectures whose head is not that of a language model, or that have none.
+_HEADLESS = re.compile("(Classification|Answering|(?<!LMHead)Model)$")
 #: Keys of numbers of modules, each of which transformers makes.
 _COUNT = re.compile("(^|_)(layers?|experts)$")
 
@@ -95,7 +97,9 @@ def read_config(path: Path) -> ModelShapes:
         ConfigError: Unreadable, or of an architecture that neither knows.
     """
     content = read_json_object(path)
-    if is_known(content) or importlib.util.find_spec("transformers") is None:
+    named = content.get("architectures")
+    has_head = not (isinstance(named, list) and any(_HEADLESS.search(str(one)) for one in named))
+    if (is_known(content) and has_head) or importlib.util.find_spec("transformers") is None:
         return from_config(path)
     try:
         found = from_module(build_on_meta(content), path.resolve().parent.name)

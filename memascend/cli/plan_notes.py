@@ -88,7 +88,7 @@ def warnings_of(accounts: Accounts, *, accumulates: bool = True) -> list[str]:
     With `accumulates` the traffic that accumulation adds is among them.
     """
     plan, settings = accounts.memascend, accounts.settings
-    notes = _note_of_packed(accounts.shapes)
+    notes = _note_of_packed(accounts.shapes) + _note_of_quantized(accounts)
     notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
     notes += _notes_of_block(accounts.block, settings, plan.request.world)
     notes.append(advise_muon(accounts.shapes, settings))
@@ -107,6 +107,16 @@ def _note_of_packed(shapes: ModelShapes) -> list[str]:
     return [
         f"{len(packed)} tensor(s) that are not floats ({format_nbytes(nbytes)}) are assumed to be "
         "frozen, all others to be trained"
+    ]
+
+
+def _note_of_quantized(accounts: Accounts) -> list[str]:
+    """Return a note if the model's config.json says that its weights are packed."""
+    if not (accounts.shapes.config or {}).get("quantization_config"):
+        return []
+    return [
+        "config.json has a quantization_config: all weights are counted in "
+        f"{accounts.settings.precision}, as after dequantize(); packed ones cannot be trained"
     ]
 
 

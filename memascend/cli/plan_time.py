@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,14 +40,14 @@ def add_time_options(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(
             f"--drive-{name}",
-            type=_above_zero,
+            type=_rate_or_seconds,
             metavar="GB/s",
             help=f"10^9 bytes per second that the drive {does} (default: {default}; with --config "
             "the rates that `memascend volume bench --sustained` has measured here)",
         )
     parser.add_argument(
         "--compute",
-        type=_above_zero,
+        type=_rate_or_seconds,
         nargs=2,
         metavar=("FORWARD", "BACKWARD"),
         help="compute seconds of a micro-step's passes, with --context those of --batch: gives the "
@@ -229,8 +228,8 @@ def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
     return found
 
 
-def _above_zero(text: str) -> float:
+def _rate_or_seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 1e-6 <= float(text) <= 1e6:
             return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]}")
+    raise argparse.ArgumentTypeError(f"must be a number from 1e-6 to 1e6, got {text[:40]}")

@@ -6,6 +6,7 @@ foreign blocks).
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,10 @@ from memascend.config.volumes import Volumes
 from memascend.errors import ConfigError
 
 BLOCK_KEY = "memascend"
+#: Slices of a batch, and sequences of a slice.
+SLICE_COUNT_MAX = 1 << 20
+#: Likeness of a key of the DeepSpeed JSON, from 0 to 1, from which it is meant to be the block's.
+NEAR_MIN = 0.85
 
 
 def _null_is_auto(value: object) -> object:
@@ -165,13 +170,13 @@ def slices_of(batch: int, sequences: int) -> int:
 class MicroBatchConfig(Section):
     """One pass per step: a layer computes the batch in slices while its weights stay gathered."""
 
-    count: Literal["auto"] | Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+    count: Literal["auto"] | Annotated[int, Field(ge=1, le=SLICE_COUNT_MAX)] | None = Field(
         None,
         description="slices of a batch, each at least one sequence; without `sequences` left out "
         'or `"auto"` (accelerate refuses the word): the fewest that fit the device',
     )
     sequences: int | None = Field(
-        None, ge=1, le=1 << 20, description="sequences of a slice, instead of `count`"
+        None, ge=1, le=SLICE_COUNT_MAX, description="sequences of a slice, instead of `count`"
     )
     reduction: Literal["pass", "slice"] = Field(
         "pass",
@@ -342,13 +347,18 @@ def find_block(ds_config: object) -> Mapping[str, Any] | None:
     """Return the raw block of a DeepSpeed config, or the one in MEMASCEND_CONFIG, or None.
 
     Raises:
-        ConfigError: The block, or MEMASCEND_CONFIG, is not a JSON object.
+        ConfigError: The block, or MEMASCEND_CONFIG, is not a JSON object; or the block is misspelt,
+            or in a section of the config.
     """
     if is_disabled():
         return None
-    block = ds_config.get(BLOCK_KEY) if isinstance(ds_config, Mapping) else None
+    block, name = None, f'"{BLOCK_KEY}"'
+    if isinstance(ds_config, Mapping):
+        block = ds_config.get(BLOCK_KEY)
+        if block is None:
+            _refuse_lost_block(ds_config)
     if block is None:
-        text = block_text()
+        text, name = block_text(), CONFIG_VARIABLE
         if not text:
             return None
         try:
@@ -360,10 +370,30 @@ def find_block(ds_config: object) -> Mapping[str, Any] | None:
             ) from error
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f'"{BLOCK_KEY}" must be a JSON object such as {{}}, got '
-            f"{type(block).__name__}: {show_json(block)}"
+            f"{name} must be a JSON object such as {{}}, got {type(block).__name__}: "
+            f"{show_json(block)}"
         )
     return block
+
+
+def _refuse_lost_block(ds_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a block that DeepSpeed would ignore.
+
+    A key that begins with no letter is a comment.
+    """
+    for key, section in ds_config.items():
+        name = str(key)
+        is_near = difflib.get_close_matches(name.lower(), [BLOCK_KEY], cutoff=NEAR_MIN)
+        if name != BLOCK_KEY and name[:1].isalpha() and is_near:
+            raise ConfigError(
+                f'{show_json(name)} is no key of a DeepSpeed JSON. Did you mean "{BLOCK_KEY}"? '
+                f'"{BLOCK_KEY}": {{"enabled": false}} turns a block off'
+            )
+        if isinstance(section, Mapping) and BLOCK_KEY in section:
+            raise ConfigError(
+                f'"{BLOCK_KEY}" is in the section {show_json(name)}. It belongs at the top of the '
+                "DeepSpeed JSON, beside that section"
+            )
 
 
 def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:

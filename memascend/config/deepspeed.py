@@ -118,6 +118,12 @@ class ZeroOptimization(_Part):
     zenflow: Any = None
     save_muon_momentum_buffer_in_memory: bool = False
     stage3_gather_16bit_weights_on_model_save: bool = False
+
+    @property
+    def shown_stage(self) -> str:
+        """The stage for a message."""
+        return '"auto"' if "stage" in self.left_to_trainer else str(self.stage)
+
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 

@@ -25,7 +25,7 @@ def parse_limit(value: object, *, available: int) -> int | None:
         try:
             nbytes = parse_nbytes(value)
         except ConfigError as error:
-            raise _refused(value, "it is not a number with a known unit") from error
+            raise _refused(value, str(error).partition(". ")[0]) from error
         if nbytes == 0:
             raise _refused(value, "it comes to 0 bytes; a fraction is a number, not text")
         return nbytes

@@ -23,6 +23,10 @@ from memascend.errors import ConfigError
 LINE_COUNT_MAX = 40
 #: Characters of a key that are shown, and compared with known keys.
 NAME_LENGTH_MAX = 100
+#: Likeness of a key, from 0 to 1, from which it may mean another.
+NEAR_MIN = 0.6
+#: Keys without which there is no such thing; others without a default are chosen at the start.
+ABSENT = frozenset({"report", "micro_batches", "endurance", "write_budget"})
 
 Path = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -76,8 +80,7 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
     name = str(path[-1]) if path else ""
     known = sorted(section.model_fields)
     if entry["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name[:NAME_LENGTH_MAX], known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _hint(name, section, model, root)
         return f"{dotted}: unknown key. Known: {', '.join(known)}.{hint}"
     if entry["type"] == "missing":
         return f"{dotted} is missing in {show_json(entry['input'])}. {_allowed(section, name)}."
@@ -94,6 +97,27 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
     nearest = _nearest_word(section, name, entry["input"])
     advice = _advice(section, name) if root else ""  # another program may have other defaults
     return f"{text}. {_allowed(section, name)}.{nearest}{advice}"
+
+
+def _hint(name: str, section: type[BaseModel], model: type[BaseModel], root: str) -> str:
+    """Return the key that an unknown one may mean: the same in another section, or a near one."""
+    if name == "enabled":
+        return " Leave the section out to turn it off."
+    name = name[:NAME_LENGTH_MAX].lower()
+    found = [path for path in _paths_of(model) if path[-1] == name]
+    if not found:
+        near = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=NEAR_MIN)
+        return f" Did you mean {near[0]!r}?" if near else ""
+    names = (name if len(path) == 1 else _dotted(path, root) for path in found)
+    return f" Did you mean {' or '.join(map(repr, names))}?"
+
+
+def _paths_of(model: type[BaseModel], above: Path = ()) -> Iterator[Path]:
+    """Iterate over the keys of a model and of its sections."""
+    for name, field in model.model_fields.items():
+        yield (*above, name)
+        if (inner := section_in(field.annotation)) is not None:
+            yield from _paths_of(inner, (*above, name))
 
 
 def _key_path(location: Sequence[str | int], model: type[BaseModel]) -> Path:
@@ -160,6 +184,8 @@ def _advice(section: type[BaseModel], name: str) -> str:
     field = section.model_fields[name]
     if field.is_required():
         return ""
+    if name in ABSENT:
+        return " Leave the key out for none."
     if field.default is None or isinstance(field.default, BaseModel):
         return " Leave the key out for automatic."
     return f" Leave the key out for {show_json(field.default)}."

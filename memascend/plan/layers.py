@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.errors import ConfigError
-from memascend.plan.architectures import numbers_of
+from memascend.plan.architectures import is_known, numbers_of
 
 FP32_BYTES = 4
 #: Bytes of the loss per element of the logits: log_softmax saves its result in fp32, and its
@@ -82,6 +82,12 @@ class Widths:
         Raises:
             ConfigError: The architecture is unknown, or a number is out of range.
         """
+        if not is_known(config) or config["model_type"] in _UNKNOWN:
+            raise ConfigError(
+                f"the saved activations of model_type={config.get('model_type')!r} are not known, "
+                "so device memory and context cannot be planned; host memory, drive and traffic "
+                "can: leave out --context and --fit"
+            )
         numbers = numbers_of(config)
         if numbers.model_type == "gpt2":
             hidden, heads = numbers.count("n_embd"), numbers.count("n_head", default=12)
@@ -94,12 +100,6 @@ class Widths:
                 head_dim=max(1, hidden // heads),
                 inner=numbers.count("n_inner", default=4 * hidden),
                 is_gpt2=True,
-            )
-        if numbers.model_type in _UNKNOWN:
-            raise ConfigError(
-                f"the saved activations of model_type={numbers.model_type!r} are not known, so "
-                "device memory and context cannot be planned; host memory, drive and traffic can: "
-                "leave out --context and --fit"
             )
         hidden, heads = numbers.count("hidden_size"), numbers.count("num_attention_heads")
         experts_key, inner_key = _EXPERTS.get(numbers.model_type, ("", "intermediate_size"))

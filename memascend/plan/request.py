@@ -278,7 +278,7 @@ class PlanRequest:
         zero = settings.zero_optimization
         if zero.stage != 3:
             raise ConfigError(
-                f"zero_optimization.stage is {zero.stage}: offload to a drive needs stage 3"
+                f"zero_optimization.stage is {zero.shown_stage}: offload to a drive needs stage 3"
             )
         optimizer, steps = settings.optimizer, block.streaming.optimizer
         volume_count = len(block.volumes) if block.volumes else 1

@@ -25,14 +25,14 @@ def test_a_number_with_a_unit_is_read(text: str, nbytes: int) -> None:
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1MiB", "1 PiB", "1,5GiB", "6 GiB please"])
+@pytest.mark.parametrize("text", ["", "GiB", "1 PiB", "1,5GiB", "6 GiB please"])
 def test_other_text_is_refused_with_what_is_allowed(text: str) -> None:
     with pytest.raises(ConfigError, match="GiB"):
         parse_nbytes(text)
 
 
-@pytest.mark.parametrize("value", [True, -1])
-def test_a_bool_or_a_negative_number_is_no_byte_count(value: int) -> None:
+@pytest.mark.parametrize("value", [True, -1, "-1MiB"])
+def test_a_bool_or_a_negative_number_is_no_byte_count(value: int | str) -> None:
     with pytest.raises(ConfigError):
         parse_nbytes(value)
 

@@ -85,7 +85,7 @@ def test_one_pass_without_a_gpu_sends_all_checkpoints_to_the_drive_and_says_so(
     assert found["memascend"] == block | {"host_memory_limit": 0.5}
     with pytest.raises(SystemExit, match="2"):
         main(["config", "--nvme-path", str(tmp_path), "--one-pass", "0"])
-    assert "from 1 to 1099511627776, got 0" in capsys.readouterr().err
+    assert "from 1 to 1048576, got 0" in capsys.readouterr().err
 
 
 def test_a_jobs_folder_is_not_looked_for_and_its_nodes_memory_is_halved(

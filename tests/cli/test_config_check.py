@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memascend.cli import doctor
-from memascend.cli.config_check import check_file, folder_of
+from memascend.cli.config_check import check_file, volumes_in
 from memascend.cli.main import main
 from memascend.config import installed
 
@@ -123,15 +123,33 @@ def test_weights_of_four_bytes_are_noted(
 def test_the_drive_that_a_config_names_is_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[Path] = []
-    monkeypatch.setattr(doctor, "examine", lambda path: tried.append(path) or [])
+    tried: list[str] = []
+    monkeypatch.setattr(doctor, "examine", lambda found: tried.extend(v.path for v in found) or [])
     check({}, tmp_path)  # writes the file
     for options in ([], ["--config", str(tmp_path / "ds.json")], ["--path", str(tmp_path)]):
         main(["doctor", "--json", *options])
-    assert tried == [Path(), Path("/mnt"), tmp_path]
-    monkeypatch.setattr(Path, "is_block_device", lambda path: True)
-    assert folder_of(tmp_path / "ds.json") is None
-    assert folder_of(tmp_path / "nosuch.json") is None
+    assert tried == [".", "/mnt", str(tmp_path)]
+    assert volumes_in(tmp_path / "nosuch.json") == ()
+
+
+def test_each_volume_is_tried_and_its_remedy_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = [{"path": path, "raw": True} for path in ("/etc/hostname", "/dev/nosuch")]
+    volumes = [str(tmp_path), str(tmp_path / "new"), "/etc/hosts", "/dev/null", *raw]
+    check({"memascend": {"volumes": volumes}}, tmp_path)  # writes the file
+    assert main(["doctor", "--json", "--config", str(tmp_path / "ds.json")]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [one["state"] for one in checks if one["name"] == "trial"] == ["ok"]
+    fixes = [one["fix"] for one in checks if one["name"] == "path"]
+    assert fixes == [
+        f"mkdir -p {tmp_path / 'new'}",
+        *['name a folder; a device needs "raw": true in memascend.volumes'] * 2,
+    ]
+    not_raw, missing = (one for one in checks if one["name"] == "raw volume")
+    assert "it is not a block device" in not_raw["found"]
+    assert "leave raw out for a directory" in not_raw["fix"]
+    assert "No such file" in missing["found"]
 
 
 def test_a_file_that_is_missing_is_not_to_be_changed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memascend.cli import doctor
+from memascend.config.volumes import VolumeConfig
 
 
 @pytest.mark.parametrize("header", ["Python.h", "other.h"])
@@ -64,4 +65,5 @@ def test_a_folder_that_may_not_be_written_or_entered_is_a_problem_with_its_remed
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     assert doctor._direct_io(tmp_path).fix == "choose a folder that you may write"
-    assert doctor.examine(Path("x" * 300))[-1].name == "path"  # is_dir() raises, as of that one
+    long = VolumeConfig(path="x" * 300)  # is_dir() raises, as of one that may not be entered
+    assert doctor.examine([long])[-1].name == "path"

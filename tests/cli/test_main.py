@@ -26,6 +26,15 @@ def test_a_mistake_in_the_command_line_gives_2(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
+def test_an_unknown_width_of_the_terminal_is_the_usual_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rich takes 0 columns for a width, prints nothing, or fails."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["plan", "Qwen3-0.6B"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
 def test_without_a_command_it_prints_its_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def test_a_limit_may_be_a_fraction_of_what_is_available(
     ("arguments", "message"),
     [
         (["Llama-3.1-8B", "--limit", "1MiB"], "at least"),
-        (["Llama-3.1-8B", "--limit", "much"], "host_memory_limit"),
+        (["Llama-3.1-8B", "--limit", "much"], "--limit: 'much' is not allowed: not a byte count"),
         (["Llama-3.1-8B", "--limit", "1.5"], "fraction"),
         (["Llama-9"], "Did you mean"),
         (["Llama-3.1-8B", "--config", "missing.json"], "cannot read --config"),

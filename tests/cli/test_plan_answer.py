@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from memascend.base.units import GIB
-from memascend.cli import plan, plan_answer
+from memascend.cli import plan, plan_machine
 from memascend.cli.main import main
 from memascend.system.gpus import Gpu
 from tests.support.planned import as_json
@@ -25,13 +25,23 @@ class Usage(NamedTuple):
     free: int
 
 
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 32 GiB, a GPU of 24 GiB and 1 TiB free."""
-    monkeypatch.setattr(plan_answer, "memory_total", lambda: 32 * GIB)
-    monkeypatch.setattr(plan_answer, "list_gpus", lambda: [Gpu("RTX 4090", 24 * GIB, "1")])
+    monkeypatch.setattr(plan_machine, "memory_total", lambda: 32 * GIB)
+    monkeypatch.setattr(plan_machine, "list_gpus", lambda: [Gpu("RTX 4090", 24 * GIB, "1")])
     usage = Usage(2048 * GIB, 1024 * GIB, 1024 * GIB)
-    monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(plan_machine.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -72,7 +82,7 @@ def test_space_for_second_values_is_told_where_a_checkpoint_has_room_beside_them
     needed = 104.70 + 89.75 + 209.41  # with a checkpoint and the model
     for free, has_room in ((needed - 0.1, False), (needed + 0.1, True)):
         usage = Usage(1, 1, int(free * GIB))
-        monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path, usage=usage: usage)
+        monkeypatch.setattr(plan_machine.shutil, "disk_usage", lambda path, usage=usage: usage)
         found = answer(capsys, "Llama-3.1-8B")
         assert (found["fits"], found["second_bytes"] > 0) == (True, has_room)
 
@@ -205,8 +215,9 @@ def test_of_several_machines_the_model_is_on_one_and_each_writes_its_part(
 def test_several_drives_have_the_rates_and_the_endurance_of_several(
     capsys: pytest.CaptureFixture[str], json_of: Callable[..., str]
 ) -> None:
-    one = answer(capsys, "Llama-3.1-8B", "--config", json_of(path="/dev/nosuch0"))
-    paths = [{"path": f"/dev/nosuch{number}"} for number in range(2)]
+    paths = [{"path": f"/dev/nosuch{number}", "raw": True} for number in range(2)]
+    config = json_of(memascend={"volumes": paths[:1]})
+    one = answer(capsys, "Llama-3.1-8B", "--config", config)
     config = json_of(memascend={"volumes": paths})
     two = answer(capsys, "Llama-3.1-8B", "--config", config)
     assert two["drive_count"] == 2
@@ -278,8 +289,8 @@ def test_80_columns_are_enough(
 def test_what_does_not_fit_is_named_with_what_it_lacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_answer, "memory_total", lambda: 2 * GIB)
-    monkeypatch.setattr(plan_answer.shutil, "disk_usage", lambda path: Usage(1, 1, 100 * GIB))
+    monkeypatch.setattr(plan_machine, "memory_total", lambda: 2 * GIB)
+    monkeypatch.setattr(plan_machine.shutil, "disk_usage", lambda path: Usage(1, 1, 100 * GIB))
     found = answer(capsys, "Llama-3.1-8B", "--device-memory", "4GiB")
     assert not found["fits"]
     assert set(found["lacking"]) == {"host memory", "drive space", "GPU memory"}
@@ -300,7 +311,7 @@ def test_sizes_that_are_stated_come_before_those_of_the_machine(
 def test_without_a_gpu_no_tokens_are_promised(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_answer, "list_gpus", list)
+    monkeypatch.setattr(plan_machine, "list_gpus", list)
     found = answer(capsys, "Llama-3.1-8B")
     assert (found["fits"], found["tokens"]) == (True, None)
     text = " ".join(printed(capsys, "Llama-3.1-8B"))
@@ -412,5 +423,57 @@ def test_the_space_of_another_drive_may_be_stated(capsys: pytest.CaptureFixture[
 
 
 def test_a_space_that_is_no_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "Llama-3.1-8B", "--drive-space", "much"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "Llama-3.1-8B", "--drive-space", "much"])
     assert "--drive-space" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("batch", "shape"), [([], "16 x 4096"), (["--batch", "2"], "2 x 4096")])
+def test_the_batch_is_the_option_else_that_of_the_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, batch: list[str], shape: str
+) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+    keys = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 16, "memascend": {}}
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": zero, **keys}))
+    options = ("--config", str(config), "--context", "4096", *batch)
+    found = as_json(capsys, "Qwen3-8B", *options)
+    assert found["answer"]["shape"] == shape
+    told = "--batch 2 is counted; the micro-batch of --config is 16"
+    assert (told in found["warnings"]) == bool(batch)
+
+
+def test_the_answer_beside_fit_is_for_the_batch_that_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = answer(capsys, "Qwen3-8B", "--fit", "--device-memory", "24GiB", "--batch", "64")
+    assert found["shape"] == "64 x 4096"
+
+
+def test_a_run_that_is_turned_off_has_the_bytes_of_stock_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("Qwen3-8B", "--device-memory", "24GiB", "--context", "4096")
+    monkeypatch.setenv("MEMASCEND_DISABLE", "1")
+    found = as_json(capsys, *options)
+    assert found["answer"]["second_bytes"] == 0
+    ways = found["context"]["ways"]
+    stock = ways["stock, checkpoints on the device"]
+    assert found["answer"]["needed"]["GPU memory"] == stock["device_bytes"]
+
+
+def test_a_run_without_a_limit_takes_half_of_the_memory_if_its_plan_is_larger(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--drive-space", "4TB", "--context", "4096", "--device-memory", "80GiB")
+    found = answer(capsys, "Llama-3.1-70B", "--host-memory", "6GiB", *options)
+    assert "host memory" not in found["lacking"]
+
+
+def test_packed_weights_are_said_to_be_counted_whole(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"quantization_config": {"a": 1}}))
+    found = as_json(capsys, str(tmp_path / "config.json"))
+    assert "packed ones cannot be trained" in found["warnings"][0]

@@ -76,7 +76,7 @@ def test_rates_that_were_measured_are_counted_with(
     assert f"measured by `memascend volume bench --sustained` on {tmp_path}" in printed
     stated = planned(capsys, *measured, "--drive-read", "7")
     assert f"7 GB/s read, {WRITE_GB_S:g} GB/s written" in stated
-    ds_config["memascend"] = {"volumes": ["/dev/nosuch", str(tmp_path)]}
+    ds_config["memascend"] = {"volumes": [{"path": "/dev/nosuch", "raw": True}, str(tmp_path)]}
     path.write_text(json.dumps(ds_config))
     assert "not measured, but assumed" in planned(capsys, *measured)
 

@@ -96,6 +96,22 @@ def test_a_block_that_is_not_an_object_is_refused() -> None:
         config.find_block({"memascend": True})
 
 
+@pytest.mark.parametrize("name", ["memasend", "MemAscend", "mem_ascend", "memascent"])
+def test_a_block_that_is_misspelt_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"no key of a DeepSpeed JSON\. Did you mean"):
+        config.find_block({name: {"host_memory_limit": "1GiB"}})
+
+
+def test_a_block_in_a_section_is_refused() -> None:
+    with pytest.raises(ConfigError, match='in the section "zero_optimization"'):
+        config.find_block({"zero_optimization": {"stage": 3, "memascend": {}}})
+
+
+@pytest.mark.parametrize("name", ["_memascend", "#memascend", "memory", "ascend"])
+def test_a_comment_and_another_key_are_no_block(name: str) -> None:
+    assert config.find_block({name: {}}) is None
+
+
 def test_without_a_block_nothing_is_active() -> None:
     assert config.active_config({"zero_optimization": {"stage": 3}}) is None
     assert config.active_config("some/path.json") is None

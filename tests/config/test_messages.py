@@ -148,7 +148,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
             ["chunk_bytes: 1000000 ", '"512MiB"', "least 65536", "most 67108864", "of 65536"],
         ),
         ({"allocator": False}, ["allocator: false ", '{"enabled": false}']),
-        ({"report": 3}, ["report: 3 ", "text", "automatic"]),
+        ({"report": 3}, ["report: 3 ", "text", "Leave the key out for none"]),
         ({"buffer_pool": {"prefetch_bytes": "64 parsecs"}}, ["prefetch_bytes", "64 parsecs"]),
         ({"host_memory_limit": [1]}, ["host_memory_limit: [1] "]),
     ],
@@ -165,3 +165,17 @@ def test_a_wrong_value_is_refused_in_the_words_of_json(
 @pytest.mark.parametrize("block", [{"\ud800": 1}, {"report": [], "\udcff": 1}])
 def test_a_key_that_is_no_text_is_refused(block: dict[str, Any]) -> None:
     assert "is not allowed as a key. Known: activations, allocator" in refusal(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "hint"),
+    [
+        ({"HOST_MEMORY_LIMIT": "1GiB"}, "Did you mean 'host_memory_limit'?"),
+        ({"queue_depth": 8}, "Did you mean 'memascend.direct_nvme.queue_depth'?"),
+        ({"streaming": {"tile_bytes": 1}}, "'memascend.streaming.optimizer.tile_bytes'?"),
+        ({"micro_batches": {"enabled": False}}, "Leave the section out to turn it off."),
+    ],
+)
+def test_a_key_that_is_elsewhere_or_in_capitals_is_named(block: dict[str, Any], hint: str) -> None:
+    assert hint in refusal(block)
+    assert "Did you mean" not in refusal({"something else": 1})

@@ -156,8 +156,8 @@ def _span_bytes(text: str) -> int:
 def _sizes(text: str) -> list[int]:
     sizes = [_nbytes(part) for part in text.split(",")]
     for size in sizes:
-        if size % 4096 or not 64 << 10 <= size <= 64 << 20:
-            raise argparse.ArgumentTypeError(f"{text}: multiples of 4KiB from 64KiB to 64MiB")
+        if size % (64 << 10) or not 64 << 10 <= size <= 64 << 20:  # as the block takes them
+            raise argparse.ArgumentTypeError(f"{text}: multiples of 64KiB up to 64MiB")
     return sizes
 
 

@@ -31,8 +31,8 @@ def check_config(settings: DeepSpeedSettings) -> None:
     zero = settings.zero_optimization
     if zero.stage != 3:
         raise ConfigError(
-            f"memascend works with ZeRO stage 3, zero_optimization.stage is {zero.stage}. Set it "
-            f"to 3, or {_TURN_OFF}"
+            f"memascend works with ZeRO stage 3, zero_optimization.stage is {zero.shown_stage}. "
+            f"Set it to 3, or {_TURN_OFF}"
         )
     if error := refusal_of_quantized(settings.optimizer.type):
         raise error
