@@ -11,7 +11,7 @@ from memascend.cli.plan_accounts import volumes_of
 from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.config.volumes import VolumeConfig
-from memascend.deepspeed.attach.refusals import check_config
+from memascend.deepspeed.attach.refusals import check_config, check_report
 from memascend.errors import ConfigError
 from memascend.plan.muon import advise_muon
 from memascend.plan.release import check_settings, refusal_of_tiles, why_tiles_differ
@@ -31,6 +31,7 @@ def check_file(path: Path) -> tuple[str, str, str]:
         settings = parse_deepspeed(ds_config)
         check_config(settings)
         check_settings(block, settings)
+        check_report(block)
     except ConfigError as error:
         remedy = f"change {path}" if os.path.exists(path) else "name a file that exists"
         return "problem", str(error), remedy

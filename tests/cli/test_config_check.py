@@ -37,6 +37,7 @@ def test_clipping_of_muons_updates_is_noted(tmp_path: Path, clipping: object, st
     [
         ({"memascend": {"host_memory_limits": 1}}, "host_memory_limits"),
         ({"zero_optimization": {"stage": 2}}, "stage is 2"),
+        ({"memascend": {"report": "/nosuch/report.json"}}, "memascend.report"),
         (
             {
                 "memascend": {"streaming": {"optimizer": {"state_dtype": "int8"}}},

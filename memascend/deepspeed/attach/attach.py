@@ -26,16 +26,16 @@ from memascend.deepspeed.attach import process
 from memascend.deepspeed.attach.agreement import all_or_none, check_agreement
 from memascend.deepspeed.attach.attachment import Attachment, speaks_for_machine
 from memascend.deepspeed.attach.device import device_of
+from memascend.deepspeed.attach.refusals import check_report
 from memascend.deepspeed.plan.from_optimizer import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
-from memascend.errors import ConfigError, MemAscendError
+from memascend.errors import MemAscendError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace
 from memascend.monitor.runs import default_root, run_name
 from memascend.monitor.status_file import RankPlace
 from memascend.plan.release import check_settings
 from memascend.runtime import Runtime, StockParts
-from memascend.system.files import is_replaceable
 from memascend.system.heap import Heap, examine_heap, give_back_freed
 from memascend.system.memory import memory_total
 from memascend.version import __version__
@@ -56,7 +56,8 @@ def attach(config: MemAscendConfig, settings: DeepSpeedSettings, nvme_path: obje
     sizes = building_sizes(limit_bytes)
     with all_or_none(_cannot_begin):  # no other collective inside
         check_settings(config, settings)
-        _check_report(config)
+        if dist.get_rank() == 0:  # which writes it, perhaps elsewhere
+            check_report(config)
         check_smallest(config, settings, limit_bytes)
         parts = _build(config, settings, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
     return Attachment(*parts, place=_rank_place(config))
@@ -138,21 +139,6 @@ def _watch_drives(config: MemAscendConfig, directory: str) -> DriveWatch:
     if drives.start.silent:
         log.info("memascend: no SMART data of %s", drives.start.why_silent())
     return drives
-
-
-def _check_report(config: MemAscendConfig) -> None:
-    """Refuse a report that cannot be written, before training begins."""
-    if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, perhaps elsewhere
-        return
-    path = Path(config.report)
-    folder = path.parent
-    is_open = folder.is_dir() and os.access(folder, os.W_OK, effective_ids=True)
-    if not is_open or not is_replaceable(path):
-        raise ConfigError(
-            f"memascend.report={config.report!r} cannot be written: {folder.absolute()} is no "
-            "folder that this user can write, or the name is that of a folder, link or device. "
-            "Create the folder, or name another file"
-        )
 
 
 def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 
+from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 from memascend.plan.optimizer_dtypes import refusal_of_quantized
+from memascend.system.files import is_replaceable
 
 _PACKAGE = Path(__file__).parents[2]
 _TURN_OFF = 'turn memascend off with "memascend": {"enabled": false}'
@@ -75,3 +78,18 @@ def check_config(settings: DeepSpeedSettings) -> None:
                 f"{key} cannot be combined with memascend: both replace the same parts. "
                 f"Remove {key}, or {_TURN_OFF}"
             )
+
+
+def check_report(config: MemAscendConfig) -> None:
+    """Raise ConfigError for a report that cannot be written, before training begins."""
+    if config.report is None:
+        return
+    path = Path(config.report)
+    folder = path.parent
+    is_open = folder.is_dir() and os.access(folder, os.W_OK, effective_ids=True)
+    if not is_open or not is_replaceable(path):
+        raise ConfigError(
+            f"memascend.report={config.report!r} cannot be written: {folder.absolute()} is no "
+            "folder that this user can write, or the name is that of a folder, link or device. "
+            "Create the folder, or name another file"
+        )

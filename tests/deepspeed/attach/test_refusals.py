@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
 )
 
+from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
-from memascend.deepspeed.attach.refusals import check_config
+from memascend.deepspeed.attach.refusals import check_config, check_report
 from memascend.errors import ConfigError
 from tests.support.deepspeed_json import WORKING, changed, without
 
@@ -121,3 +123,16 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
         check_config(parse_deepspeed(config))
     assert re.search(key, str(refusal.value), re.DOTALL)
     assert re.search(remedy, str(refusal.value))
+
+
+@pytest.mark.parametrize("name", ["no/such/dir/report.json", ".", "a file/report.json", "a link"])
+def test_a_report_that_cannot_be_written_is_refused_at_the_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").touch(0o777)
+    (tmp_path / "a link").symlink_to("a file")
+    with pytest.raises(ConfigError, match=r"memascend\.report=.* cannot be written"):
+        check_report(parse_block({"report": name}))
+    check_report(parse_block({"report": "report.json"}))
+    check_report(parse_block({}))
