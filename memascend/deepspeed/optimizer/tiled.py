@@ -209,7 +209,7 @@ class TiledSteps:
         """
         try:
             self.runtime.background.finish()
-            if not self.current.was_cut:  # else it is made, and is not made again
+            if not self.current.was_cut:  # else it is over, and is not made again
                 self._coming().call()
                 original()
             if self.current.phase in (StepPhase.COLLECTING, StepPhase.UPDATING):
@@ -220,7 +220,7 @@ class TiledSteps:
 
     def _coming(self) -> Step:
         """Return the step that gradients arrive for; the one after the last, once that is over."""
-        if self.current.phase is StepPhase.DONE:
+        if self.current.is_over:
             self.current = self.current.end_call()
         return self.current
 

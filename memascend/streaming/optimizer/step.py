@@ -105,12 +105,17 @@ class Step:
         return self._phase in (StepPhase.UPDATING, StepPhase.WALKING, StepPhase.TORN)
 
     @property
+    def is_over(self) -> bool:
+        """Whether the step is made or skipped: gradients that arrive are the next one's."""
+        return self._phase in (StepPhase.DONE, StepPhase.SKIPPED)
+
+    @property
     def was_cut(self) -> bool:
-        """Whether every value is new, and Ctrl-C ended the call: its caller takes it for not made.
+        """Whether it is made or skipped, and Ctrl-C ended the call: its caller does not know.
 
         The caller may call again. No backward pass came since.
         """
-        return self._is_called and self._phase is StepPhase.DONE
+        return self._is_called and self.is_over
 
     def call(self) -> None:
         """Note that the call begins that makes this step.

@@ -64,6 +64,28 @@ def test_a_step_that_deepspeed_does_not_make_is_skipped_and_the_next_one_collect
     assert optimizer.steps.current.phase is StepPhase.COLLECTING
 
 
+def test_a_skipped_step_whose_call_ctrl_c_ended_is_not_made_by_another_call(
+    optimizer: Tiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are gone, so that a second call would step with those of the step before."""
+    steps, calls = optimizer.steps, []
+    restart = steps.restart
+
+    def interrupted() -> None:
+        restart()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "restart", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps.step(lambda: None)  # as after a norm that is not finite
+    steps.step(lambda: calls.append("again"))
+    assert calls == []
+    assert steps.current.phase is StepPhase.COLLECTING
+    steps.step(lambda: calls.append("next"))
+    assert calls == ["next"]
+
+
 # -- where parameters are ------------------------------------------------------------------------
 
 

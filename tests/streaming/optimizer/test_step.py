@@ -169,6 +169,16 @@ def test_a_step_whose_call_did_not_return_is_the_next_one_until_a_backward_pass(
     assert step.following() is not step
 
 
+def test_a_skipped_step_whose_call_did_not_return_is_not_made_when_it_is_called_again() -> None:
+    step = Step()
+    step.call()
+    step.skip()
+    assert step.was_cut
+    assert step.following() is step
+    step.note_pass()
+    assert step.following() is not step
+
+
 def test_a_step_whose_call_returned_is_over() -> None:
     step = Step()
     step.call()
