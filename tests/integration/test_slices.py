@@ -215,7 +215,7 @@ def test_sums_in_another_order_change_as_little_as_other_micro_steps(tmp_path: P
 def test_two_ranks_differ_as_little_as_other_micro_steps(tmp_path: Path) -> None:
     """Their gradients are reduced once, and accelerate fills a short last batch up.
 
-    Of eight rows each rank has two micro-steps, or the first rank all, in one pass.
+    Eight rows are two micro-steps of each rank, or all on the first rank in one pass.
     """
     names = ("nonreentrant", "short_last_batch")
     expected = train(tmp_path / "cpu", names, slices=False, world=2)
