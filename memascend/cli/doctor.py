@@ -141,7 +141,7 @@ def _raw_volume(volume: VolumeConfig) -> Check:
     except ImportError as error:
         return Check(name, "problem", f"the native core cannot be imported: {error}", CORE_FIX)
     except StoreError as error:
-        found, _, fix = str(error).partition("\nfix: ")
+        found, _, fix = (error.strerror or str(error)).partition("\nfix: ")
         return Check(name, "problem", found, fix)
 
 

@@ -64,9 +64,7 @@ def _free_space(volumes: Sequence[VolumeConfig]) -> tuple[int | None, str]:
 
     Folders of one file system share its free space.
     """
-    shared: dict[int, list[int | None]] = {}  # capacities, by file system
-    free: dict[int, int | None] = {}
-    places: dict[int, str] = {}
+    systems: dict[int, tuple[str, int | None, list[int | None]]] = {}  # place, free, capacities
     for number, volume in enumerate(volumes):
         if volume.raw:
             system, place, nbytes = -1 - number, volume.path, _device_bytes(volume.path)
@@ -78,17 +76,15 @@ def _free_space(volumes: Sequence[VolumeConfig]) -> tuple[int | None, str]:
                     'or a device with "raw": true in memascend.volumes'
                 )
             system, nbytes = os.stat(place).st_dev, shutil.disk_usage(place).free
-        free[system] = nbytes
-        places.setdefault(system, place)
-        shared.setdefault(system, []).append(volume.capacity)
-    if None in free.values():
-        return None, ""
+        systems.setdefault(system, (place, nbytes, []))[2].append(volume.capacity)
     total_bytes = 0
-    for system, nbytes in free.items():
-        stated = [one for one in shared[system] if one is not None]
-        may_use = sum(stated) if len(stated) == len(shared[system]) else nbytes
-        total_bytes += min(nbytes or 0, may_use or 0)
-    return total_bytes, ", ".join(places.values())
+    for _, nbytes, capacities in systems.values():
+        if nbytes is None:
+            return None, ""
+        stated = [one for one in capacities if one is not None]
+        is_bounded = len(stated) == len(capacities)
+        total_bytes += min(nbytes, sum(stated)) if is_bounded else nbytes
+    return total_bytes, ", ".join(place for place, _, _ in systems.values())
 
 
 def _device_bytes(path: str) -> int | None:

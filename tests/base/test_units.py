@@ -33,7 +33,7 @@ def test_other_text_is_refused_with_what_is_allowed(text: str) -> None:
 
 @pytest.mark.parametrize("value", [True, -1, "-1MiB"])
 def test_a_bool_or_a_negative_number_is_no_byte_count(value: int | str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="byte count"):
         parse_nbytes(value)
 
 

@@ -14,6 +14,7 @@ from memascend.base.units import GIB
 from memascend.cli import plan, plan_machine
 from memascend.cli.main import main
 from memascend.system.gpus import Gpu
+from tests.support.plan_models import SMALL
 from tests.support.planned import as_json
 
 
@@ -23,16 +24,6 @@ class Usage(NamedTuple):
     total: int
     used: int
     free: int
-
-
-SMALL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -474,6 +465,7 @@ def test_a_run_without_a_limit_takes_half_of_the_memory_if_its_plan_is_larger(
 def test_packed_weights_are_said_to_be_counted_whole(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"quantization_config": {"a": 1}}))
+    content = {"model_type": "llama", **SMALL, "quantization_config": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
     found = as_json(capsys, str(tmp_path / "config.json"))
     assert "packed ones cannot be trained" in found["warnings"][0]

@@ -270,10 +270,23 @@ def test_a_mistake_in_the_command_line_is_exit_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_table_of_all_models_has_no_context(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--table", "--context", "4096"])
-    assert "--fit beside --table" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "4096"], "--fit beside --table"),
+        (["--device-memory", "24GiB"], "--device-memory needs --context or --fit"),
+        (["--path", "/nosuch"], "--path needs MODEL"),
+        (["--drive-read", "5"], "--drive-read needs MODEL"),
+        (["--fit", "--drive-space", "1TB"], "--drive-space needs MODEL"),
+        (["--fit", "--verbose"], "--verbose needs MODEL"),
+    ],
+)
+def test_a_table_refuses_options_without_effect(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--table", *arguments])
+    assert message in capsys.readouterr().err
 
 
 def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:

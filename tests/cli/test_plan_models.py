@@ -40,6 +40,34 @@ def test_a_config_of_another_family_is_built_by_transformers(tmp_path: Path) -> 
         assert shapes.config == GRANITE
 
 
+@pytest.mark.parametrize(
+    ("named", "has_head"),
+    [
+        ("LlamaForCausalLM", True),
+        ("LlamaForSequenceClassification", False),
+        ("LlamaModel", False),
+    ],
+)
+def test_a_model_without_a_head_of_language_has_none(
+    tmp_path: Path, named: str, has_head: bool
+) -> None:
+    pytest.importorskip("transformers")
+    path = write(tmp_path, {"model_type": "llama", **SMALL, "architectures": [named]})
+    names = [tensor.name for tensor in find_model(str(path)).tensors]
+    assert ("lm_head.weight" in names) == has_head
+
+
+def test_the_context_of_a_family_that_transformers_builds_is_refused_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = write(tmp_path, GRANITE)
+    assert main(["plan", str(path), "--context", "4096"]) == 1
+    said = capsys.readouterr().err
+    assert "the saved activations of model_type='granite' are not known" in said
+    assert "leave out --context and --fit" in said
+
+
 def test_the_class_is_that_of_the_file_else_the_first_that_takes_it() -> None:
     transformers = pytest.importorskip("transformers")
     named = build_on_meta(T5 | {"architectures": ["T5EncoderModel"]})

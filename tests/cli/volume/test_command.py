@@ -54,8 +54,9 @@ def test_the_actions_on_devices_are_told_apart(
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--chunk", "1000"], ["--chunk", "128MiB"], ["--depth", "0"], ["--depth", "x"],
-     ["--depth", "8,4097"], ["--span", "1KiB"], ["--seconds", "0"], ["--seconds", "nan"],
+    [["--chunk", "1000"], ["--chunk", "128MiB"], ["--chunk", "100KiB"],
+     ["--depth", "0"], ["--depth", "x"], ["--depth", "8,4097"],
+     ["--span", "1KiB"], ["--seconds", "0"], ["--seconds", "nan"],
      ["--seconds", "long"], ["--share", "0.5"], ["--plot", "x.png"],
      ["--sustained", "--share", "0"], ["--sustained", "--share", "1"],
      ["--sustained", "--depth", "8,16"], ["--sustained", "--chunk", "1MiB,2MiB"],

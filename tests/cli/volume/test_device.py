@@ -128,3 +128,28 @@ def test_a_formatted_device_can_be_measured(device, capsys, monkeypatch, tmp_pat
     [drive] = json.loads(capsys.readouterr().out)["drives"]
     assert drive["read"] > 0
     assert header(device) == before
+
+
+def test_the_doctor_and_the_plan_look_at_a_device(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+    block = {"volumes": [{"path": device, "raw": True}]}
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": zero, "memascend": block}))
+
+    def checked() -> dict[str, str]:
+        main(["doctor", "--json", "--config", str(config)])
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        (found,) = (check for check in checks if check["name"] == "raw volume")
+        return dict(found)
+
+    found = checked()
+    assert found["found"].startswith(f"cannot use {device} as a raw volume")
+    assert f"memascend volume format {device}" in found["fix"]
+    assert volume("format", device, "--yes") == 0
+    capsys.readouterr()
+    assert checked()["state"] == "ok"
+    assert main(["plan", "Qwen3-0.6B", "--config", str(config)]) == 0
+    assert f"of 128.00 MiB free in {device}" in " ".join(capsys.readouterr().out.split())
